@@ -1,0 +1,301 @@
+"""Leaves: the arrays of the state, with the bytes they hold now and where they go back to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from asymcheck.device.tensors import (
+    NUMPY_PREFIX,
+    Bytes,
+    Target,
+    check_supported,
+    copy_out,
+    dense_order,
+    dtype_name,
+    dtype_of,
+    new_tensor,
+)
+from asymcheck.errors import CorruptCheckpoint, IncompatibleCheckpoint, StateError
+from asymcheck.storage.index import TREE_DTYPE, TREE_KEY, Leaf
+
+Array = torch.Tensor | np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One leaf as it is now. Holds on to its array, so its memory is not reused meanwhile.
+
+    Attributes:
+        key: Path of the leaf.
+        array: A tensor alias (no copy), a numpy array, or the text of the tree.
+        dtype: As ``Leaf.dtype``.
+        shape: As ``Leaf.shape``.
+        order: As ``Leaf.order``.
+        nbytes: Size.
+    """
+
+    key: str
+    array: Array | bytes
+    dtype: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    nbytes: int
+
+    def copy_out(self, into: Bytes) -> None:
+        """Copy the values into host bytes; blocks."""
+        if isinstance(self.array, torch.Tensor):
+            copy_out(self.array, self.order, into)
+        elif isinstance(self.array, bytes):
+            into[:] = np.frombuffer(self.array, np.uint8)
+        else:
+            into[:] = np.ascontiguousarray(self.array).reshape(-1).view(np.uint8)
+
+
+class Collector:
+    """Gathers the leaves of a state; one that is there under two keys is kept once.
+
+    Attributes:
+        sources: In the order in which they were found.
+        aliases: Further keys of leaves that are the same view of the same memory.
+    """
+
+    def __init__(self) -> None:
+        self.sources: list[Source] = []
+        self.aliases: dict[str, str] = {}
+        self._keys: set[str] = set()
+        self._seen: dict[object, str] = {}
+
+    def add(self, key: str, array: Array) -> str:
+        """Note a leaf; returns the key that it is saved under.
+
+        Raises:
+            StateError: It cannot be saved.
+        """
+        serial, wanted = 1, key
+        while key in self._keys or key == TREE_KEY:
+            serial += 1
+            key = f"{wanted}~{serial}"
+        self._keys.add(key)
+        source, identity = (
+            _tensor_source(key, array)
+            if isinstance(array, torch.Tensor)
+            else _numpy_source(key, array)
+        )
+        first = self._seen.setdefault(identity, key) if identity is not None else key
+        if first == key:
+            self.sources.append(source)
+        else:
+            self.aliases[key] = first
+        return key
+
+    def add_tree(self, text: bytes) -> None:
+        """Note the tree, last."""
+        self.sources.append(Source(TREE_KEY, text, TREE_DTYPE, (len(text),), (), len(text)))
+
+
+def _tensor_source(key: str, tensor: torch.Tensor) -> tuple[Source, object]:
+    check_supported(key, tensor)
+    alias = tensor.detach()
+    order = dense_order(alias) or ()
+    shape, name = tuple(alias.shape), dtype_name(alias.dtype)
+    source = Source(key, alias, name, shape, order, alias.numel() * alias.element_size())
+    if source.nbytes == 0:
+        return source, None
+    where = (alias.device, alias.untyped_storage().data_ptr(), alias.storage_offset())
+    return source, (*where, shape, alias.stride(), name, alias.is_conj(), alias.is_neg())
+
+
+def _numpy_source(key: str, array: np.ndarray[Any, Any]) -> tuple[Source, object]:
+    if array.dtype.hasobject or array.dtype.names is not None:
+        raise StateError(
+            key, f"a numpy array of dtype {array.dtype} is not supported: use plain columns"
+        )
+    dtype = NUMPY_PREFIX + array.dtype.str
+    source = Source(key, array, dtype, array.shape, (), array.nbytes)
+    where = (array.__array_interface__["data"][0], array.shape, array.strides, dtype)
+    return source, where if array.nbytes else None
+
+
+class Sink(Protocol):
+    """Where the bytes of one stored leaf go."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one stored element."""
+        ...
+
+    def memory(self, start: int, stop: int) -> memoryview | None:
+        """Live memory of those bytes, to be filled directly, where there is such."""
+        ...
+
+    def put(self, start: int, raw: Bytes) -> None:
+        """Write the bytes from ``start`` on."""
+        ...
+
+
+class _NumpySink:
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._bytes: Bytes = array.reshape(-1).view(np.uint8)
+        self.itemsize = max(1, array.itemsize)
+
+    def memory(self, start: int, stop: int) -> memoryview | None:
+        return self._bytes.data[start:stop]
+
+    def put(self, start: int, raw: Bytes) -> None:
+        self._bytes[start : start + raw.size] = raw
+
+
+class Places:
+    """Where each stored leaf goes; filled while a restore is planned, used while it reads.
+
+    Args:
+        leaves: The leaves of the checkpoint by key; aliases are resolved.
+        aliases: Alias to key.
+
+    Attributes:
+        sinks: By leaf key; several where one stored leaf goes to several live tensors.
+    """
+
+    def __init__(self, leaves: dict[str, Leaf], aliases: dict[str, str]) -> None:
+        self._leaves = leaves
+        self._aliases = aliases
+        self._arrays: dict[str, Array] = {}
+        self._written: dict[object, str] = {}
+        self.sinks: dict[str, list[Sink]] = {}
+
+    def leaf(self, key: str) -> Leaf | None:
+        """The stored leaf of a key or alias."""
+        return self._leaves.get(self._aliases.get(key, key))
+
+    def array_keys(self) -> set[str]:
+        """All keys and aliases of arrays."""
+        return {k for k in self._leaves if k != TREE_KEY} | self._aliases.keys()
+
+    def into_tensor(self, key: str, tensor: torch.Tensor) -> None:
+        """Send a leaf to a live tensor whose shape was checked.
+
+        Raises:
+            IncompatibleCheckpoint: That memory already receives another leaf.
+        """
+        leaf = self._need(key)
+        _, identity = _tensor_source(key, tensor)
+        if identity is None:
+            return  # no elements
+        first = self._written.get(identity)
+        if first == leaf.key:
+            return  # tied: that memory is written once
+        if first is not None:
+            raise IncompatibleCheckpoint(
+                f"{key!r} and {first!r} are one tensor in the live state and two in the "
+                f"checkpoint: untie them, or drop one of them"
+            )
+        self._written[identity] = leaf.key
+        dtype = self._torch_dtype(leaf)
+        self.sinks.setdefault(leaf.key, []).append(Target(tensor, dtype, leaf.order))
+
+    def bind(self, key: str, device: str, live: object) -> None:
+        """Give a leaf of a tree an array: the live one where it fits, else a new one."""
+        leaf = self._need(key)
+        if leaf.key in self._arrays:
+            return
+        if leaf.dtype.startswith(NUMPY_PREFIX):
+            array = self._numpy_array(leaf, live)
+            self._arrays[leaf.key] = array
+            if leaf.nbytes:
+                self.sinks.setdefault(leaf.key, []).append(_NumpySink(array))
+            return
+        dtype = self._torch_dtype(leaf)
+        tensor = _reusable(live, leaf, dtype, device)
+        if tensor is None:
+            tensor = new_tensor(dtype, leaf.shape, leaf.order, usable_device(device))
+        self._arrays[leaf.key] = tensor
+        self.into_tensor(key, tensor)
+
+    def array(self, key: str) -> Array:
+        """The array that ``bind`` chose."""
+        return self._arrays[self._need(key).key]
+
+    def _need(self, key: str) -> Leaf:
+        leaf = self.leaf(key)
+        if leaf is None:
+            raise CorruptCheckpoint("(state)", f"the tree names {key!r:.120}, which is no leaf")
+        return leaf
+
+    @staticmethod
+    def _torch_dtype(leaf: Leaf) -> torch.dtype:
+        dtype = dtype_of(leaf.dtype)
+        if dtype is None:
+            raise IncompatibleCheckpoint(
+                f"{leaf.key!r}: torch {torch.__version__} has no dtype {leaf.dtype!r:.40}"
+            )
+        check_size(leaf, dtype.itemsize)
+        return dtype
+
+    @staticmethod
+    def _numpy_array(leaf: Leaf, live: object) -> np.ndarray[Any, Any]:
+        try:
+            dtype = np.dtype(leaf.dtype.removeprefix(NUMPY_PREFIX))
+        except (TypeError, ValueError) as bad:
+            raise CorruptCheckpoint("(state)", f"{leaf.key!r}: {bad}") from bad
+        if dtype.hasobject:
+            raise CorruptCheckpoint("(state)", f"{leaf.key!r}: dtype {dtype} holds objects")
+        check_size(leaf, dtype.itemsize)
+        if (
+            type(live) is np.ndarray
+            and live.dtype == dtype
+            and live.shape == leaf.shape
+            and live.flags.c_contiguous
+            and live.flags.writeable
+        ):
+            return live
+        return np.empty(leaf.shape, dtype)
+
+
+def check_size(leaf: Leaf, itemsize: int) -> None:
+    """Check that a leaf has as many bytes as its shape and dtype say.
+
+    Raises:
+        CorruptCheckpoint: It has not.
+    """
+    expected = itemsize
+    for size in leaf.shape:
+        expected *= size
+    if expected != leaf.nbytes:
+        raise CorruptCheckpoint(
+            "(state)",
+            f"leaf {leaf.key!r:.120}: {leaf.nbytes} bytes, {leaf.dtype} {list(leaf.shape)} "
+            f"needs {expected}",
+        )
+
+
+def usable_device(name: str) -> torch.device:
+    """The recorded device where it is there, else the CPU.
+
+    Raises:
+        CorruptCheckpoint: No device has such a name.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as bad:
+        raise CorruptCheckpoint("(state)", f"device {name!r:.40}: {bad}") from bad
+    if device.type == "cuda" and (
+        not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()
+    ):
+        return torch.device("cpu")
+    return device
+
+
+def _reusable(live: object, leaf: Leaf, dtype: torch.dtype, device: str) -> torch.Tensor | None:
+    if (
+        isinstance(live, torch.Tensor)
+        and live.dtype == dtype
+        and tuple(live.shape) == leaf.shape
+        and live.device.type == usable_device(device).type
+        and live.layout == torch.strided
+    ):
+        return live
+    return None

@@ -1,0 +1,120 @@
+"""Every error a caller may meet, arranged by what the caller can do about it.
+
+* CheckpointError
+  - OptionError               a wrong argument: fix the call (also a ``ValueError``)
+  - StateError                something in ``state`` cannot be saved: names its key
+  - PlanError                 a partition plan is not a cover: a bug, please report
+  - CaptureError              this checkpoint is lost, training may go on
+  - StoreError                the medium failed; ``retryable`` says whether to try again
+    + ObjectNotFound          the named object is not there
+  - SupersededWriter          a newer attempt owns this root: stop this job
+  - RecoveryError
+    + NoCheckpoint            nothing to resume from: start fresh
+    + CorruptCheckpoint       this one is damaged: an older one may load
+    + IncompatibleCheckpoint  intact, but not for this model, format or topology
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class CheckpointError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class OptionError(CheckpointError, ValueError):
+    """An argument is wrong; the message names it, what was expected and what was found."""
+
+
+class StateError(CheckpointError):
+    """A value in ``state`` cannot be saved.
+
+    Attributes:
+        key: Path of the value, parts joined by ``/``.
+    """
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(f"state {key!r}: {message}")
+        self.key = key
+
+
+class PlanError(CheckpointError):
+    """A partition plan does not cover the state exactly once."""
+
+
+class CaptureError(CheckpointError):
+    """Copying live tensors out of the training process failed; this checkpoint is lost."""
+
+
+class StoreError(CheckpointError):
+    """The storage medium failed.
+
+    Attributes:
+        retryable: Whether the same call may succeed if made again.
+    """
+
+    def __init__(self, message: str, *, retryable: bool) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+class ObjectNotFound(StoreError):
+    """The named object is not in the store."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=False)
+
+
+class SupersededWriter(CheckpointError):
+    """A newer attempt has claimed this root, so this job must not write to it any more."""
+
+
+class RecoveryError(CheckpointError):
+    """No state could be restored."""
+
+
+class NoCheckpoint(RecoveryError):
+    """The repository holds no committed checkpoint that matches the request."""
+
+
+class CorruptCheckpoint(RecoveryError):
+    """Stored bytes are not what was committed.
+
+    Attributes:
+        where: Object in the store, with the offset where one is known.
+    """
+
+    def __init__(self, where: str, message: str) -> None:
+        super().__init__(f"{where}: {message}")
+        self.where = where
+
+
+class IncompatibleCheckpoint(RecoveryError):
+    """A checkpoint is intact but cannot be loaded here.
+
+    Attributes:
+        missing_keys: In the live state, not in the checkpoint.
+        unexpected_keys: In the checkpoint, not in the live state.
+        mismatched: ``(key, expected, found)`` where shape or dtype differ.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing_keys: Sequence[str] = (),
+        unexpected_keys: Sequence[str] = (),
+        mismatched: Sequence[tuple[str, str, str]] = (),
+    ) -> None:
+        super().__init__(message)
+        self.missing_keys = tuple(missing_keys)
+        self.unexpected_keys = tuple(unexpected_keys)
+        self.mismatched = tuple(mismatched)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A clause such as ``; did you mean 'naive'?``, empty where nothing is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

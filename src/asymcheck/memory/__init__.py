@@ -1,0 +1,1 @@
+"""Host memory: where captured bytes wait until they are durable."""

@@ -1,0 +1,79 @@
+"""Decisions as data, one policy an axis: numbers in, choices out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from asymcheck.errors import OptionError
+
+
+class Cadence(Protocol):
+    """Decides at which steps a checkpoint starts."""
+
+    def due(self, *, step: int, last_step: int, since_last_s: float) -> bool:
+        """Whether to save after update ``step``.
+
+        Args:
+            step: Updates done so far.
+            last_step: Step of the latest save or restore, zero where there was none.
+            since_last_s: Seconds since then.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Never:
+    """Only explicit saves."""
+
+    def due(self, *, step: int, last_step: int, since_last_s: float) -> bool:
+        """See ``Cadence``."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class EverySteps:
+    """At each multiple of ``steps``."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise OptionError(f"every_steps: expected at least 1, found {self.steps}")
+
+    def due(self, *, step: int, last_step: int, since_last_s: float) -> bool:
+        """See ``Cadence``."""
+        return step % self.steps == 0
+
+
+@dataclass(frozen=True, slots=True)
+class EverySeconds:
+    """At the first step that ends ``seconds`` or more after the latest save."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise OptionError(f"every_seconds: expected more than 0, found {self.seconds}")
+
+    def due(self, *, step: int, last_step: int, since_last_s: float) -> bool:
+        """See ``Cadence``."""
+        return since_last_s >= self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """How many checkpoints may be under way, and what happens at the limit.
+
+    Attributes:
+        max_in_flight: Captured and not yet durable; each holds a copy of the state.
+        when_full: ``wait`` blocks the loop until a slot is free, ``skip`` gives this
+            checkpoint up, ``raise`` is an error.
+    """
+
+    max_in_flight: int = 1
+    when_full: Literal["wait", "skip", "raise"] = "wait"
+
+    def __post_init__(self) -> None:
+        if self.max_in_flight < 1:
+            raise OptionError(f"max_in_flight: expected at least 1, found {self.max_in_flight}")

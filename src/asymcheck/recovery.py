@@ -1,0 +1,278 @@
+"""From a committed checkpoint back into live storage: choose, plan, read, verify, set."""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from asymcheck.device.leaves import Sink
+from asymcheck.device.state import RestorePlan, State, tree_leaf_bytes
+from asymcheck.errors import (
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    NoCheckpoint,
+    StoreError,
+)
+from asymcheck.events import Sink as SpanSink
+from asymcheck.events import Stage, timed
+from asymcheck.planning.layout import CHUNK_BYTES
+from asymcheck.planning.retention import CheckpointId
+from asymcheck.storage.index import TREE_KEY, Chunk, Index, Leaf
+from asymcheck.storage.repository import Listing, OpenCheckpoint, Repository
+
+
+class CheckpointWarning(UserWarning):
+    """Something about a checkpoint that the user should know and that was survived."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What a restore did.
+
+    Attributes:
+        step: Restored step; 0 for a fresh start.
+        attempt: The attempt that had written it, ``None`` for a fresh start.
+        restored_bytes: Bytes read into live state.
+        duration_s: Seconds from choosing to done.
+        skipped: Newer checkpoints that were passed over, each as ``(step, why)``.
+        rng_problems: What of the random number generators could not be set.
+        missing_keys: With ``strict=False``: live, and not in the checkpoint.
+        unexpected_keys: With ``strict=False``: in the checkpoint, and not live.
+        mismatched: With ``strict=False``: ``(key, live, checkpoint)``, not loaded.
+        cast_keys: With ``dtype_policy="cast"``: loaded with another dtype.
+    """
+
+    step: int
+    attempt: int | None = None
+    restored_bytes: int = 0
+    duration_s: float = 0.0
+    skipped: tuple[tuple[int, str], ...] = ()
+    rng_problems: tuple[str, ...] = ()
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
+    mismatched: tuple[tuple[str, str, str], ...] = ()
+    cast_keys: tuple[str, ...] = ()
+
+
+class TornRestore(CorruptCheckpoint):
+    """Damage was met after live state had been overwritten, and nothing else could be loaded."""
+
+
+def restore(
+    repository: Repository,
+    state: State,
+    *,
+    step: int | None,
+    strict: bool,
+    cast: bool,
+    sink: SpanSink,
+) -> RestoreReport:
+    """Load the newest checkpoint that is whole, or the one asked for; blocks.
+
+    A damaged checkpoint is passed over with one warning, and the one before is tried. One
+    that is intact but does not match is an error at once: older ones would not match either.
+
+    Args:
+        repository: Where from.
+        state: Where to; written in place.
+        step: Which, ``None`` for the newest that is whole.
+        strict: Whether any difference is an error.
+        cast: Whether tensors of another dtype are cast.
+        sink: Receives the span.
+
+    Raises:
+        NoCheckpoint: There is none (of that step).
+        CorruptCheckpoint: There are some and none is whole; ``TornRestore`` when live state
+            was overwritten in part.
+        IncompatibleCheckpoint: It does not match; nothing was changed.
+    """
+    start_s = perf_counter()
+    listing = repository.survey()
+    candidates = _candidates(repository, listing, step)
+    newest = candidates[0] if candidates else CheckpointId(0, 0)
+    skipped = [
+        (d.at.step, d.why)
+        for d in listing.damaged
+        if (d.at > newest if step is None else d.at.step == step)
+    ]
+    if not candidates and not skipped:
+        raise NoCheckpoint(_none_there(repository, listing, step))
+    torn = False
+    for at in candidates:
+        with timed(sink, Stage.RESTORE, at.step):
+            loading = _Loading(repository, at, state, strict=strict, cast=cast)
+            try:
+                report = loading.run()
+            except (CorruptCheckpoint, StoreError, NoCheckpoint) as failure:
+                torn = torn or loading.touched
+                skipped.append((at.step, str(failure)))
+                continue
+            except Exception as failure:
+                if not loading.touched:
+                    raise
+                raise TornRestore(
+                    f"step {at.step} (attempt {at.attempt})",
+                    f"putting it back raised {failure!r}; the live state was overwritten in "
+                    f"part: build it anew before training",
+                ) from failure
+        for passed, why in skipped:
+            _warn(f"checkpoint of step {passed} is damaged and was passed over: {why}")
+        if report.rng_problems:
+            _warn(f"random number generators: {'; '.join(report.rng_problems)}")
+        return RestoreReport(
+            step=at.step,
+            attempt=at.attempt,
+            restored_bytes=loading.restored_bytes,
+            duration_s=perf_counter() - start_s,
+            skipped=tuple(skipped),
+            rng_problems=report.rng_problems,
+            missing_keys=report.missing_keys,
+            unexpected_keys=report.unexpected_keys,
+            mismatched=report.mismatched,
+            cast_keys=report.cast_keys,
+        )
+    lines = "\n".join(f"  step {passed}: {why}" for passed, why in skipped)
+    message = f"none of {len(skipped)} checkpoints could be loaded:\n{lines}"
+    if torn:
+        raise TornRestore(
+            repository.store.url,
+            f"{message}\nThe live state was overwritten in part: build it anew before training.",
+        )
+    raise CorruptCheckpoint(repository.store.url, message)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CheckpointWarning, stacklevel=4)
+
+
+def _candidates(repository: Repository, listing: Listing, step: int | None) -> list[CheckpointId]:
+    lineage = repository.lineage(listing)
+    if step is None:
+        return lineage[::-1]
+    found = [c for c in lineage if c.step == step]
+    return found or sorted((c for c in listing.committed if c.step == step), reverse=True)[:1]
+
+
+def _none_there(repository: Repository, listing: Listing, step: int | None) -> str:
+    steps = sorted({c.step for c in listing.committed})
+    there = f"steps {steps[:20]} are there" if steps else "there is no checkpoint yet"
+    what = "" if step is None else f"step {step}: "
+    return f"{repository.store.url}: {what}{there}"
+
+
+class _Loading:
+    """One try at one checkpoint."""
+
+    def __init__(
+        self, repository: Repository, at: CheckpointId, state: State, *, strict: bool, cast: bool
+    ) -> None:
+        self._repository = repository
+        self._at = at
+        self._state = state
+        self._strict = strict
+        self._cast = cast
+        self._scratch = bytearray()
+        self.touched = False
+        self.restored_bytes = 0
+
+    def run(self) -> RestoreReport:
+        """Load it; the report has what the loading itself knows."""
+        with self._repository.open(self._at) as checkpoint:
+            if len(checkpoint.indexes) != 1:
+                raise IncompatibleCheckpoint(
+                    f"step {self._at.step} was saved by {len(checkpoint.indexes)} ranks; this "
+                    f"release restores checkpoints of one rank"
+                )
+            index = checkpoint.indexes[0]
+            text = self._read_tree(checkpoint, index)
+            plan = self._state.plan(index, text, strict=self._strict, cast=self._cast)
+            self._read_leaves(checkpoint, index, plan.places.sinks)
+        self.touched = True
+        problems = plan.finish()
+        return self._report(plan, problems)
+
+    def _report(self, plan: RestorePlan, problems: Sequence[str]) -> RestoreReport:
+        matching = plan.matching
+        return RestoreReport(
+            step=self._at.step,
+            rng_problems=tuple(problems),
+            missing_keys=tuple(matching.missing_keys),
+            unexpected_keys=tuple(matching.unexpected_keys),
+            mismatched=tuple(matching.mismatched),
+            cast_keys=tuple(matching.cast),
+        )
+
+    def _read_tree(self, checkpoint: OpenCheckpoint, index: Index) -> bytes:
+        text = bytearray(tree_leaf_bytes(index))
+        tree = next(leaf for leaf in index.leaves if leaf.key == TREE_KEY)
+        for chunk in index.chunks:
+            if tree.nbytes and chunk.at < tree.stop and tree.at < chunk.stop:
+                raw = self._decoded(checkpoint, index, chunk)
+                lo, hi = max(chunk.at, tree.at), min(chunk.stop, tree.stop)
+                text[lo - tree.at : hi - tree.at] = raw[lo - chunk.at : hi - chunk.at]
+        return bytes(text)
+
+    def _read_leaves(
+        self, checkpoint: OpenCheckpoint, index: Index, sinks: Mapping[str, Sequence[Sink]]
+    ) -> None:
+        leaves = [leaf for leaf in index.leaves if leaf.nbytes]
+        starts = [leaf.at for leaf in leaves]
+        for chunk in index.chunks:
+            i = max(0, bisect_right(starts, chunk.at) - 1)
+            hit = []
+            while i < len(leaves) and leaves[i].at < chunk.stop:
+                if leaves[i].stop > chunk.at and sinks.get(leaves[i].key):
+                    hit.append(leaves[i])
+                i += 1
+            if hit:
+                self._read_chunk(checkpoint, index, chunk, hit, sinks)
+
+    def _read_chunk(
+        self,
+        checkpoint: OpenCheckpoint,
+        index: Index,
+        chunk: Chunk,
+        hit: Sequence[Leaf],
+        sinks: Mapping[str, Sequence[Sink]],
+    ) -> None:
+        if len(hit) == 1 and hit[0].at <= chunk.at and chunk.stop <= hit[0].stop:
+            # A piece of one large leaf: straight into its live memory, where there is such.
+            leaf, lo = hit[0], chunk.at - hit[0].at
+            first, *rest = sinks[leaf.key]
+            _check_whole_elements(leaf, chunk, first)
+            live = first.memory(lo, lo + chunk.nbytes)
+            if live is not None and chunk.codec == "raw":
+                self.touched = True
+                checkpoint.read(index, chunk, live)
+                self.restored_bytes += chunk.nbytes
+                for sink in rest:
+                    sink.put(lo, np.frombuffer(live, np.uint8))
+                return
+        raw = self._decoded(checkpoint, index, chunk)
+        self.touched = True
+        for leaf in hit:
+            lo, hi = max(chunk.at, leaf.at), min(chunk.stop, leaf.stop)
+            piece = np.frombuffer(raw[lo - chunk.at : hi - chunk.at], np.uint8)
+            for sink in sinks[leaf.key]:
+                _check_whole_elements(leaf, chunk, sink)
+                sink.put(lo - leaf.at, piece)
+            self.restored_bytes += hi - lo
+
+    def _decoded(self, checkpoint: OpenCheckpoint, index: Index, chunk: Chunk) -> memoryview:
+        """The raw bytes of a chunk, in scratch memory that the next call reuses."""
+        if len(self._scratch) < chunk.stored_bytes:
+            self._scratch = bytearray(min(max(chunk.stored_bytes, 1 << 20), 2 * CHUNK_BYTES))
+        raw = memoryview(self._scratch)[: chunk.stored_bytes]
+        checkpoint.read(index, chunk, raw)
+        return raw
+
+
+def _check_whole_elements(leaf: Leaf, chunk: Chunk, sink: Sink) -> None:
+    for edge in (chunk.at, chunk.stop):
+        if leaf.at < edge < leaf.stop and (edge - leaf.at) % sink.itemsize:
+            raise CorruptCheckpoint("(state)", f"a chunk edge cuts an element of {leaf.key!r:.80}")

@@ -1,0 +1,1 @@
+"""Bytes at rest: the format, the stores, and the repository of committed checkpoints."""

@@ -1,0 +1,314 @@
+"""What one rank saved: its leaves, and the chunks that hold them. See docs/format.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asymcheck.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from asymcheck.planning.layout import CHUNK_BYTES, PAGE_BYTES, align_up
+from asymcheck.planning.retention import CheckpointId
+from asymcheck.storage.names import MAX_RANK, pack_name
+from asymcheck.storage.sealed import (
+    HASH,
+    VERSION,
+    Fields,
+    check_version,
+    dump_metric,
+    number,
+    parse_metrics,
+    seal,
+    unseal,
+)
+
+TREE_KEY = ""
+"""Key of the leaf that holds the non-tensor state as tagged JSON; no other leaf has it."""
+TREE_DTYPE = "json"
+
+CODECS = frozenset({"raw"})
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of the state, as a range of the image.
+
+    Attributes:
+        key: Path of the leaf, parts joined by ``/``.
+        dtype: A torch dtype's name (``float32``), ``numpy:`` and a numpy dtype's string, or
+            ``json`` for the tree.
+        shape: Size of each dimension.
+        at: Offset in the image, in bytes.
+        nbytes: Size in bytes.
+        order: Dimensions from the outermost to the innermost in memory, empty where that is
+            their own order. Only tensors that are dense in some order have one.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+    nbytes: int
+    order: tuple[int, ...] = ()
+
+    @property
+    def stop(self) -> int:
+        """Where the range ends in the image."""
+        return self.at + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A range of the image, as stored.
+
+    Attributes:
+        at: Offset in the image.
+        nbytes: Size in the image, at most 16 MiB.
+        pack: Position of its pack in the index's list.
+        offset: Offset in the pack, a multiple of 4096.
+        stored_bytes: Size in the pack.
+        codec: How the stored bytes were made from the raw ones.
+        hash: xxh3-128 of the stored bytes.
+    """
+
+    at: int
+    nbytes: int
+    pack: int
+    offset: int
+    stored_bytes: int
+    codec: str
+    hash: str
+
+    @property
+    def stop(self) -> int:
+        """Where the range ends in the image."""
+        return self.at + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object that a manifest or an index names."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What one rank saved.
+
+    Attributes:
+        run: Id of the run.
+        at: The checkpoint.
+        rank: The rank whose state this is.
+        world: How many ranks there were.
+        created_s: Wall-clock time of the capture, for people only.
+        metrics: What the caller passed with the save.
+        versions: Version of each library that took part.
+        leaves: Ascending in the image; aliases excluded.
+        aliases: Further keys of leaves that are one tensor in memory: alias to key.
+        chunks: Ascending in the image and in each pack.
+        packs: The packs, in the order in which chunks refer to them.
+    """
+
+    run: str
+    at: CheckpointId
+    rank: int
+    world: int
+    created_s: float
+    metrics: Mapping[str, float]
+    versions: Mapping[str, str]
+    leaves: tuple[Leaf, ...]
+    aliases: Mapping[str, str]
+    chunks: tuple[Chunk, ...]
+    packs: tuple[StoredObject, ...]
+
+    @property
+    def leaf_bytes(self) -> int:
+        """Bytes of all leaves, without gaps."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+
+def dump_index(index: Index) -> bytes:
+    """The index as a sealed object."""
+    return seal(
+        {
+            "format": f"asymcheck-index {VERSION}",
+            "run": index.run,
+            "step": index.at.step,
+            "attempt": index.at.attempt,
+            "rank": index.rank,
+            "world": index.world,
+            "created_s": index.created_s,
+            "metrics": {k: dump_metric(v) for k, v in index.metrics.items()},
+            "versions": dict(index.versions),
+            "leaves": [_dump_leaf(leaf) for leaf in index.leaves],
+            "aliases": dict(index.aliases),
+            "chunks": [
+                [c.at, c.nbytes, c.pack, c.offset, c.stored_bytes, c.codec, c.hash]
+                for c in index.chunks
+            ],
+            "packs": [{"name": p.name, "bytes": p.nbytes} for p in index.packs],
+        }
+    )
+
+
+def _dump_leaf(leaf: Leaf) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "key": leaf.key,
+        "dtype": leaf.dtype,
+        "shape": leaf.shape,
+        "at": leaf.at,
+        "bytes": leaf.nbytes,
+    }
+    if leaf.order:
+        row["order"] = leaf.order
+    return row
+
+
+def parse_index(data: bytes, where: str) -> Index:
+    """The index that ``data`` holds.
+
+    Raises:
+        CorruptCheckpoint: It breaks any rule of the format.
+        IncompatibleCheckpoint: It is intact and of a version or codec that is not known here.
+    """
+    known = [
+        "format",
+        "run",
+        "step",
+        "attempt",
+        "rank",
+        "world",
+        "created_s",
+        "metrics",
+        "versions",
+        "leaves",
+        "aliases",
+        "chunks",
+        "packs",
+    ]
+    raw = unseal(data, where)
+    check_version(raw.get("format"), "asymcheck-index", where)
+    get = Fields(raw, where, known)
+    at = CheckpointId(get.integer("attempt"), get.integer("step"))
+    world = get.integer("world", 1, MAX_RANK + 1)
+    rank = get.integer("rank", 0, world - 1)
+    packs = parse_objects(get, "packs")
+    for serial, pack in enumerate(packs, 1):
+        if pack.name != pack_name(at, rank, serial):
+            raise get.fail(
+                f"pack {serial}: expected the name {pack_name(at, rank, serial)!r}, "
+                f"found {pack.name!r:.120}"
+            )
+    leaves = tuple(_parse_leaf(row, where) for row in get.items("leaves"))
+    chunks = tuple(_parse_chunk(row, where) for row in get.items("chunks"))
+    aliases = get.table("aliases")
+    keys = {leaf.key for leaf in leaves}
+    if len(keys) != len(leaves):
+        raise get.fail("two leaves have the same key")
+    for alias, key in aliases.items():
+        if alias in keys or not isinstance(key, str) or key not in keys:
+            raise get.fail(f"alias {alias!r:.80} of {key!r:.80}: not one of a leaf")
+    _check_geometry(leaves, chunks, packs, where)
+    return Index(
+        run=get.text("run"),
+        at=at,
+        rank=rank,
+        world=world,
+        created_s=number(get, raw.get("created_s"), "created_s"),
+        metrics=parse_metrics(get),
+        versions={str(k): str(v) for k, v in get.table("versions").items()},
+        leaves=leaves,
+        aliases=aliases,
+        chunks=chunks,
+        packs=packs,
+    )
+
+
+def _parse_leaf(row: object, where: str) -> Leaf:
+    get = Fields(row, where, ("key", "dtype", "shape", "at", "bytes", "order"))
+    leaf = Leaf(
+        key=get.text("key"),
+        dtype=get.text("dtype"),
+        shape=get.integers("shape"),
+        at=get.integer("at"),
+        nbytes=get.integer("bytes"),
+        order=get.integers("order") if get.has("order") else (),
+    )
+    if leaf.order and sorted(leaf.order) != list(range(len(leaf.shape))):
+        raise get.fail(f"leaf {leaf.key!r:.80}: order {list(leaf.order)} is no permutation")
+    if (leaf.key == TREE_KEY) != (leaf.dtype == TREE_DTYPE):
+        raise get.fail(f"leaf {leaf.key!r:.80}: dtype {leaf.dtype!r:.40} is out of place")
+    return leaf
+
+
+def _parse_chunk(row: object, where: str) -> Chunk:
+    names = ("at", "nbytes", "pack", "offset", "stored_bytes", "codec", "hash")
+    if not isinstance(row, list) or len(row) != len(names):
+        raise CorruptCheckpoint(where, f"chunk: expected {len(names)} values, found {row!r:.80}")
+    get = Fields(dict(zip(names, row, strict=True)), where, names)
+    chunk = Chunk(
+        at=get.integer("at"),
+        nbytes=get.integer("nbytes", 1, CHUNK_BYTES),
+        pack=get.integer("pack"),
+        offset=get.integer("offset"),
+        stored_bytes=get.integer("stored_bytes", 1, 2 * CHUNK_BYTES),
+        codec=get.text("codec"),
+        hash=get.text("hash", HASH),
+    )
+    if chunk.codec not in CODECS:
+        raise IncompatibleCheckpoint(
+            f"{where}: a chunk is stored with codec {chunk.codec!r}; this release reads "
+            f"{sorted(CODECS)}: install a newer asymcheck"
+        )
+    if chunk.codec == "raw" and chunk.stored_bytes != chunk.nbytes:
+        raise get.fail(f"chunk at {chunk.at}: raw, yet {chunk.stored_bytes} of {chunk.nbytes} B")
+    return chunk
+
+
+def _check_geometry(
+    leaves: Sequence[Leaf], chunks: Sequence[Chunk], packs: Sequence[StoredObject], where: str
+) -> None:
+    at, ends = 0, [0] * len(packs)
+    for chunk in chunks:
+        if chunk.at < at:
+            raise CorruptCheckpoint(where, f"chunk at {chunk.at} overlaps the one before")
+        at = chunk.stop
+        if chunk.pack >= len(packs):
+            raise CorruptCheckpoint(where, f"chunk at {chunk.at}: there is no pack {chunk.pack}")
+        if chunk.offset != align_up(ends[chunk.pack], PAGE_BYTES):
+            raise CorruptCheckpoint(
+                where,
+                f"chunk at {chunk.at}: offset {chunk.offset} in its pack, "
+                f"expected {align_up(ends[chunk.pack], PAGE_BYTES)}",
+            )
+        ends[chunk.pack] = chunk.offset + chunk.stored_bytes
+    for pack, end in zip(packs, ends, strict=True):
+        if pack.nbytes != end:
+            raise CorruptCheckpoint(where, f"{pack.name}: chunks end at {end} of {pack.nbytes} B")
+    at, i = 0, 0
+    for leaf in leaves:
+        if leaf.at < at:
+            raise CorruptCheckpoint(where, f"leaf {leaf.key!r:.80} overlaps the one before")
+        at = leaf.stop
+        covered = leaf.at
+        while i < len(chunks) and chunks[i].stop <= leaf.at:
+            i += 1
+        j = i
+        while covered < leaf.stop and j < len(chunks) and chunks[j].at <= covered:
+            covered = chunks[j].stop
+            j += 1
+        if leaf.nbytes and covered < leaf.stop:
+            raise CorruptCheckpoint(where, f"leaf {leaf.key!r:.80} lies outside the chunks")
+
+
+def chunks_of(leaf: Leaf, chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The chunks that hold bytes of ``leaf``."""
+    return [c for c in chunks if leaf.nbytes and c.at < leaf.stop and leaf.at < c.stop]
+
+
+def parse_objects(get: Fields, name: str) -> tuple[StoredObject, ...]:
+    """A list of named objects with their sizes."""
+    rows = (Fields(row, name, ("name", "bytes")) for row in get.items(name))
+    return tuple(StoredObject(r.text("name"), r.integer("bytes")) for r in rows)

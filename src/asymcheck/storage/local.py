@@ -1,0 +1,329 @@
+"""A directory as a store: temp, write, count, fsync, rename, fsync of the directory."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote
+
+from asymcheck.errors import ObjectNotFound, OptionError, StoreError
+from asymcheck.storage.store import Buffer, Capabilities, Entry, Readable, check_name
+
+TEMP_FOLDER = "tmp"
+_RETRY_S = (0.0, 0.01, 0.05, 0.2, 0.5)
+_TRANSIENT = {errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT}
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+T = TypeVar("T")
+
+
+class Files:
+    """The system calls that writing needs, so that tests can cut the power between them."""
+
+    def open_new(self, path: Path) -> int:
+        """A descriptor of a new file, open for writing."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        """Bytes taken, perhaps fewer than given."""
+        return os.write(fd, data)
+
+    def fsync(self, fd: int) -> None:
+        """Make the content of ``fd`` durable."""
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        """Close ``fd``."""
+        os.close(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file its final name, replacing what had it."""
+        os.rename(old, new)
+
+    def link(self, old: Path, new: Path) -> None:
+        """Give a file a second name, if nothing has it yet."""
+        os.link(old, new)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a name."""
+        path.unlink()
+
+    def mkdir(self, path: Path) -> None:
+        """Make one directory."""
+        path.mkdir()
+
+    def rmdir(self, path: Path) -> None:
+        """Remove an empty directory."""
+        path.rmdir()
+
+    def fsync_dir(self, path: Path) -> None:
+        """Make the names in a directory durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+class _OpenFile:
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path = path
+        self._fd = fd
+        self.nbytes = os.fstat(fd).st_size
+
+    def readinto(self, offset: int, into: memoryview) -> None:
+        """See ``Readable``."""
+        into = into.cast("B")
+        done = 0
+        while done < len(into):
+            try:
+                got = os.preadv(self._fd, [into[done:]], offset + done)
+            except OSError as failure:
+                raise _store_error("read", self._path, failure) from failure
+            if got == 0:
+                raise StoreError(
+                    f"read {self._path}: ended at byte {offset + done}, expected "
+                    f"{len(into)} bytes from {offset}",
+                    retryable=False,
+                )
+            done += got
+
+
+class LocalStore:
+    """Objects as files below ``root``.
+
+    Args:
+        root: The directory; made absolute at once, ``~`` is expanded.
+        files: The system calls; tests bring their own.
+    """
+
+    capabilities = Capabilities(durability="fsync", reads_survive_delete=True)
+
+    def __init__(self, root: str | os.PathLike[str], files: Files | None = None) -> None:
+        self.root = Path(os.path.abspath(os.path.expanduser(root)))
+        self._files = files or Files()
+        self._serial = itertools.count()
+        self._token = uuid.uuid4().hex
+
+    @property
+    def url(self) -> str:
+        """See ``Store``."""
+        return "file://" + quote(str(self.root))
+
+    def prepare(self) -> None:
+        """See ``Store``."""
+
+        def make() -> None:
+            self._make_folder(self.root)
+            if not self.root.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "not a directory")
+
+        _guard("prepare", self.root, make)
+
+    def write(self, name: str, parts: Iterable[Buffer]) -> int:
+        """See ``Store``."""
+        path = self._path(name)
+        return _guard("write", path, lambda: self._publish(path, parts, self._rename))
+
+    def create(self, name: str, data: Buffer) -> bool:
+        """See ``Store``."""
+        path = self._path(name)
+        try:
+            _guard("create", path, lambda: self._publish(path, [data], self._link))
+        except FileExistsError:
+            return False
+        return True
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Readable]:
+        """See ``Store``."""
+        path = self._path(name)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as failure:
+            raise _store_error("open", path, failure) from failure
+        try:
+            yield _OpenFile(path, fd)
+        finally:
+            os.close(fd)
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """See ``Store``."""
+        top = self._path(prefix) if prefix else self.root
+        try:
+            yield from self._walk(top)
+        except OSError as failure:
+            raise _store_error("list", top, failure) from failure
+
+    def delete(self, name: str) -> None:
+        """See ``Store``."""
+        path = self._path(name)
+
+        def remove() -> None:
+            with suppress(FileNotFoundError):
+                self._files.unlink(path)
+                self._files.fsync_dir(path.parent)
+            if path.parent != self.root:
+                # Another writer may be putting something there: then it stays.
+                with suppress(OSError):
+                    self._files.rmdir(path.parent)
+
+        _guard("delete", path, remove)
+
+    def sweep(self) -> int:
+        """See ``Store``."""
+        temp = self.root / TEMP_FOLDER
+
+        def remove() -> int:
+            left = [Path(e.path) for e in os.scandir(temp)] if temp.is_dir() else []
+            for path in left:
+                with suppress(FileNotFoundError):
+                    self._files.unlink(path)
+            with suppress(OSError):
+                self._files.rmdir(temp)
+            return len(left)
+
+        return _guard("sweep", temp, remove)
+
+    def free_bytes(self) -> int | None:
+        """See ``Store``."""
+        return _guard("statvfs", self.root, lambda: shutil.disk_usage(self.root).free)
+
+    def _path(self, name: str) -> Path:
+        return self.root / check_name(name)
+
+    def _walk(self, top: Path) -> Iterator[Entry]:
+        try:
+            found = list(os.scandir(top))
+        except (FileNotFoundError, NotADirectoryError):
+            if top == self.root and top.exists():
+                raise
+            return  # a folder that was removed meanwhile holds nothing
+        for entry in found:
+            if entry.name.startswith(".") or (top == self.root and entry.name == TEMP_FOLDER):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._walk(Path(entry.path))
+            else:
+                with suppress(FileNotFoundError):
+                    name = os.path.relpath(entry.path, self.root)
+                    yield Entry(name, entry.stat().st_size)
+
+    def _publish(
+        self, path: Path, parts: Iterable[Buffer], give_name: Callable[[Path, Path], None]
+    ) -> int:
+        temp_folder = self.root / TEMP_FOLDER
+        temp = temp_folder / f"{self._token}-{next(self._serial)}"
+        fd = _in_folder(temp_folder, self._make_folder, lambda: self._files.open_new(temp))
+        try:
+            try:
+                nbytes = 0
+                for part in parts:
+                    view = memoryview(part).cast("B")
+                    done = 0
+                    while done < len(view):
+                        done += self._files.write(fd, view[done:])
+                    nbytes += done
+                found = os.fstat(fd).st_size
+                if found != nbytes:
+                    raise OSError(errno.EIO, f"expected {nbytes} bytes in the file, found {found}")
+                self._files.fsync(fd)
+            finally:
+                self._files.close(fd)
+            _in_folder(path.parent, self._make_folder, lambda: give_name(temp, path))
+        except BaseException:
+            with suppress(OSError):
+                self._files.unlink(temp)
+            raise
+        self._files.fsync_dir(path.parent)
+        return nbytes
+
+    def _rename(self, temp: Path, path: Path) -> None:
+        self._files.rename(temp, path)
+
+    def _link(self, temp: Path, path: Path) -> None:
+        # link, unlike rename, never replaces: exactly one caller succeeds.
+        try:
+            self._files.link(temp, path)
+        except OSError as failure:
+            if failure.errno not in _NO_LINKS:
+                raise
+            # No hard links here: an empty file takes the name first, the content follows.
+            self._files.close(self._files.open_new(path))
+            self._files.rename(temp, path)
+            return
+        self._files.unlink(temp)
+
+    def _make_folder(self, path: Path) -> None:
+        """Make ``path`` and what is missing above it, each durable in its parent."""
+        missing = []
+        while not path.exists():
+            missing.append(path)
+            path = path.parent
+        for folder in reversed(missing):
+            with suppress(FileExistsError):
+                self._files.mkdir(folder)
+            self._files.fsync_dir(folder.parent)
+
+
+def _in_folder(folder: Path, make: Callable[[Path], None], action: Callable[[], T]) -> T:
+    """Run ``action``; where its folder is missing (or seems to be: parallel filesystems show
+    a new directory late), make it and try again, a bounded number of times.
+    """
+    for wait_s in _RETRY_S:
+        try:
+            return action()
+        except FileNotFoundError:
+            time.sleep(wait_s)
+            make(folder)
+    return action()
+
+
+def _guard(action: str, path: Path, work: Callable[[], T]) -> T:
+    try:
+        return work()
+    except FileExistsError:
+        if action == "create":
+            raise
+        raise StoreError(f"{action} {path}: something is in the way", retryable=False) from None
+    except OSError as failure:
+        raise _store_error(action, path, failure) from failure
+
+
+def _store_error(action: str, path: Path, failure: OSError) -> StoreError:
+    if isinstance(failure, FileNotFoundError):
+        return ObjectNotFound(f"{action} {path}: not found")
+    hints = {
+        errno.ENOSPC: "the disk is full: free some space or lower keep_last; "
+        "the next save works once there is room",
+        errno.EDQUOT: "the quota is used up: free some space or lower keep_last",
+        errno.EACCES: "no permission: check the owner and mode of the directory",
+        errno.EROFS: "the file system is read-only: choose another directory",
+        errno.ENOTDIR: "a file is where a directory should be: move it or choose another root",
+    }
+    hint = hints.get(failure.errno or 0, "")
+    return StoreError(
+        f"{action} {path}: {failure.strerror or failure}" + (f"; {hint}" if hint else ""),
+        retryable=failure.errno in _TRANSIENT | {errno.ENOSPC, errno.EDQUOT},
+    )
+
+
+def open_local(target: str, options: dict[str, str]) -> LocalStore:
+    """Factory of the ``file`` scheme.
+
+    Raises:
+        OptionError: The URL names a host or has options.
+    """
+    if options:
+        raise OptionError(f"file://{target}: expected no options, found {sorted(options)}")
+    if not target:
+        raise OptionError("root: expected a directory, found an empty path")
+    return LocalStore(target)

@@ -1,0 +1,213 @@
+"""The objects that decide: manifest, attempt record and format line. See docs/format.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from asymcheck.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from asymcheck.planning.retention import CheckpointId
+from asymcheck.storage.index import Index, StoredObject, parse_objects
+from asymcheck.storage.names import MAX_RANK, Named, index_name, manifest_name, parse_name
+from asymcheck.storage.sealed import (
+    HASH,
+    MAX_SEALED_BYTES,
+    VERSION,
+    Fields,
+    check_version,
+    digest,
+    dump_metric,
+    number,
+    parse_metrics,
+    seal,
+    unseal,
+)
+
+FORMAT_LINE = f"asymcheck {VERSION}\n"
+FEATURES: frozenset[str] = frozenset()
+"""Values of a manifest's ``needs`` that this release understands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A committed checkpoint: its indexes, and every object that must be there.
+
+    Attributes:
+        run: Id of the run.
+        at: The checkpoint.
+        created_s: From rank 0's index.
+        metrics: From rank 0's index.
+        needs: Features a reader must know.
+        indexes: ``(object, hash of its bytes)`` of each rank, in rank order.
+        packs: All packs, in rank order.
+    """
+
+    run: str
+    at: CheckpointId
+    created_s: float
+    metrics: Mapping[str, float]
+    indexes: tuple[tuple[StoredObject, str], ...]
+    packs: tuple[StoredObject, ...]
+    needs: tuple[str, ...] = ()
+
+    @property
+    def objects(self) -> tuple[StoredObject, ...]:
+        """Everything that must be there with the stated length."""
+        return (*(o for o, _ in self.indexes), *self.packs)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all objects that it names."""
+        return sum(o.nbytes for o in self.objects)
+
+
+def make_manifest(indexes: Sequence[tuple[Index, bytes]]) -> bytes:
+    """The manifest over all ranks' indexes: a pure function of them.
+
+    Args:
+        indexes: Each rank's index and the bytes it is stored as, in rank order.
+    """
+    first = indexes[0][0]
+    return seal(
+        {
+            "format": f"asymcheck {VERSION}",
+            "run": first.run,
+            "step": first.at.step,
+            "attempt": first.at.attempt,
+            "created_s": first.created_s,
+            "metrics": {k: dump_metric(v) for k, v in first.metrics.items()},
+            "needs": [],
+            "indexes": [
+                {"name": index_name(i.at, i.rank), "bytes": len(data), "hash": digest(data)}
+                for i, data in indexes
+            ],
+            "packs": [{"name": p.name, "bytes": p.nbytes} for i, _ in indexes for p in i.packs],
+        }
+    )
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest that ``data`` holds.
+
+    Raises:
+        CorruptCheckpoint: It breaks any rule of the format.
+        IncompatibleCheckpoint: It is intact and needs a newer release.
+    """
+    raw = unseal(data, where)
+    check_version(raw.get("format"), "asymcheck", where)
+    needs = raw.get("needs")
+    if isinstance(needs, list) and (new := sorted({str(n) for n in needs} - FEATURES)):
+        raise IncompatibleCheckpoint(
+            f"{where}: needs {new}, which this release does not know: install a newer asymcheck"
+        )
+    known = (
+        "format",
+        "run",
+        "step",
+        "attempt",
+        "created_s",
+        "metrics",
+        "needs",
+        "indexes",
+        "packs",
+    )
+    get = Fields(raw, where, known)
+    at = CheckpointId(get.integer("attempt"), get.integer("step"))
+    indexes = []
+    rows = get.items("indexes")
+    if not 1 <= len(rows) <= MAX_RANK + 1:
+        raise get.fail(f"expected an index per rank, found {len(rows)}")
+    for rank, row in enumerate(rows):
+        entry = Fields(row, where, ("name", "bytes", "hash"))
+        found = StoredObject(entry.text("name"), entry.integer("bytes", 0, MAX_SEALED_BYTES))
+        if found.name != index_name(at, rank):
+            raise get.fail(
+                f"index of rank {rank}: expected {index_name(at, rank)!r}, "
+                f"found {found.name!r:.120}"
+            )
+        indexes.append((found, entry.text("hash", HASH)))
+    packs = parse_objects(get, "packs")
+    for pack in packs:
+        named = parse_name(pack.name)
+        if named is None or named != Named(at, "pack"):
+            raise get.fail(f"{pack.name!r:.120} is no pack of this checkpoint")
+    if parse_name(where) is not None and where != manifest_name(at):
+        raise get.fail(f"it is the manifest of {manifest_name(at)}")
+    return Manifest(
+        run=get.text("run"),
+        at=at,
+        created_s=number(get, raw.get("created_s"), "created_s"),
+        metrics=parse_metrics(get),
+        indexes=tuple(indexes),
+        packs=packs,
+        needs=tuple(get.items("needs")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of the job.
+
+    Attributes:
+        number: Counts up from 1.
+        parent: The checkpoint that it continues from, ``None`` when from nothing.
+        host: Where it runs, for people only.
+        pid: Its process, for people only.
+        started_s: Wall-clock time, for people only.
+    """
+
+    number: int
+    parent: CheckpointId | None
+    host: str
+    pid: int
+    started_s: float
+
+
+def dump_attempt(attempt: Attempt) -> bytes:
+    """The record as a sealed object."""
+    return seal(
+        {
+            "attempt": attempt.number,
+            "parent": attempt.parent and [attempt.parent.attempt, attempt.parent.step],
+            "host": attempt.host,
+            "pid": attempt.pid,
+            "started_s": attempt.started_s,
+        }
+    )
+
+
+def parse_attempt(data: bytes, where: str) -> Attempt:
+    """The record that ``data`` holds.
+
+    Raises:
+        CorruptCheckpoint: It breaks any rule of the format.
+    """
+    raw = unseal(data, where)
+    get = Fields(raw, where, ("attempt", "parent", "host", "pid", "started_s"))
+    parent = None
+    if raw.get("parent") is not None:
+        pair = get.integers("parent")
+        if len(pair) != 2:
+            raise get.fail(f"parent: expected [attempt, step], found {list(pair)!r:.80}")
+        parent = CheckpointId(*pair)
+    return Attempt(
+        number=get.integer("attempt", 1),
+        parent=parent,
+        host=get.text("host"),
+        pid=get.integer("pid"),
+        started_s=number(get, raw.get("started_s"), "started_s"),
+    )
+
+
+def check_format_line(data: bytes, where: str) -> None:
+    """Check the content of ``FORMAT``.
+
+    Raises:
+        CorruptCheckpoint: Not a format line.
+        IncompatibleCheckpoint: A version that is not known here.
+    """
+    line = data.decode("ascii", "replace").strip()
+    if not re.match(r"asymcheck [0-9]{1,9}\Z", line):
+        raise CorruptCheckpoint(where, f"expected {FORMAT_LINE.strip()!r}, found {line!r:.80}")
+    check_version(line, "asymcheck", where)

@@ -1,0 +1,495 @@
+"""Committed checkpoints over any store: what exists, who may write, what may go.
+
+A checkpoint exists if and only if its manifest parses and hashes to itself and every index
+and pack that it names has the stated length. Nothing else is consulted: no directory name,
+no pointer file, no modification time. Writing goes packs, index, manifest; removing goes the
+other way round.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from asymcheck.errors import (
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    NoCheckpoint,
+    ObjectNotFound,
+    OptionError,
+    StoreError,
+    SupersededWriter,
+)
+from asymcheck.planning.layout import PAGE_BYTES, align_up
+from asymcheck.planning.retention import (
+    CheckpointId,
+    Parents,
+    Retention,
+    abandoned_by,
+    lineage_of,
+)
+from asymcheck.storage.index import Chunk, Index, Leaf, StoredObject, dump_index, parse_index
+from asymcheck.storage.manifest import (
+    FORMAT_LINE,
+    Attempt,
+    Manifest,
+    check_format_line,
+    dump_attempt,
+    make_manifest,
+    parse_attempt,
+    parse_manifest,
+)
+from asymcheck.storage.names import (
+    ATTEMPTS_FOLDER,
+    FORMAT_NAME,
+    RUN_NAME,
+    attempt_name,
+    index_name,
+    manifest_name,
+    parse_name,
+    step_folder,
+)
+from asymcheck.storage.sealed import Fields, digest, seal, unseal
+from asymcheck.storage.store import Readable, Store, read_all, write_whole
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A manifest whose checkpoint does not exist, and why; or a finding of ``verify``.
+
+    Attributes:
+        at: The checkpoint.
+        where: The object, with the byte offset where one is known.
+        why: What is wrong.
+        keys: The tensors that are hit.
+    """
+
+    at: CheckpointId
+    where: str
+    why: str
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a repository held at one moment.
+
+    Attributes:
+        committed: Existing checkpoints of this run.
+        damaged: Manifests of this run (or of none that can be told) that name no existing one.
+        foreign: Manifests of other runs: never counted, never removed.
+        leftovers: Objects of this format that no manifest names.
+    """
+
+    committed: Mapping[CheckpointId, Manifest]
+    damaged: Sequence[Damage]
+    foreign: Sequence[CheckpointId]
+    leftovers: Sequence[tuple[CheckpointId, str]]
+
+
+class Repository:
+    """The checkpoints under one root. Calls block; one thread at a time.
+
+    Get one from ``open_repository`` or ``create_repository``.
+    """
+
+    def __init__(self, store: Store, run: str) -> None:
+        self.store = store
+        self.run = run
+        self._condemned: list[str] = []
+
+    # --- reading ------------------------------------------------------------
+
+    def survey(self) -> Listing:
+        """List the store once and read every manifest."""
+        sizes = {e.name: e.nbytes for e in self.store.list()}
+        committed: dict[CheckpointId, Manifest] = {}
+        damaged: list[Damage] = []
+        foreign: list[CheckpointId] = []
+        named: set[str] = set()
+        for name in sizes:
+            parsed = parse_name(name)
+            if parsed is None or parsed.kind != "manifest":
+                continue
+            try:
+                manifest = parse_manifest(read_all(self.store, name), name)
+            except ObjectNotFound:
+                continue  # removed since it was listed
+            except (CorruptCheckpoint, IncompatibleCheckpoint) as failure:
+                damaged.append(Damage(parsed.at, name, str(failure)))
+                named.update(n for n in sizes if _same_checkpoint(n, parsed.at))
+                continue
+            named.update((name, *(o.name for o in manifest.objects)))
+            if manifest.run != self.run:
+                foreign.append(manifest.at)
+                continue
+            problem = _wrong_length(manifest, sizes)
+            if problem is None:
+                committed[manifest.at] = manifest
+            else:
+                damaged.append(problem)
+        leftovers = [
+            (parsed.at, name)
+            for name in sizes
+            if name not in named and (parsed := parse_name(name)) is not None
+        ]
+        return Listing(
+            {at: committed[at] for at in sorted(committed)},
+            sorted(damaged, key=lambda d: d.at),
+            sorted(foreign),
+            sorted(leftovers),
+        )
+
+    def parents(self) -> dict[int, CheckpointId | None]:
+        """What each attempt continued from; a record that cannot be read counts as nothing."""
+        found: dict[int, CheckpointId | None] = {}
+        for number in self._attempt_numbers():
+            try:
+                record = self.attempt(number)
+            except (CorruptCheckpoint, ObjectNotFound):
+                found[number] = None
+            else:
+                found[number] = record.parent
+        return found
+
+    def attempt(self, number: int) -> Attempt:
+        """The record of an attempt.
+
+        Raises:
+            ObjectNotFound: There is none.
+            CorruptCheckpoint: It is damaged.
+        """
+        name = attempt_name(number)
+        return parse_attempt(read_all(self.store, name), name)
+
+    def lineage(self, listing: Listing | None = None) -> list[CheckpointId]:
+        """The checkpoints to resume from, oldest first: those that led to the newest one.
+
+        Those of branches that were left behind by rewinding are not among them.
+        """
+        committed = (listing or self.survey()).committed
+        if not committed:
+            return []
+        return lineage_of(max(committed).attempt, self.parents(), committed)
+
+    @contextmanager
+    def open(self, at: CheckpointId) -> Iterator[OpenCheckpoint]:
+        """Open a checkpoint for reading; retention cannot pull it away on a medium whose
+        open objects survive their deletion.
+
+        Raises:
+            NoCheckpoint: It does not exist (any more).
+            CorruptCheckpoint: Its manifest or an index is damaged.
+        """
+        name = manifest_name(at)
+        try:
+            manifest = parse_manifest(read_all(self.store, name), name)
+            with ExitStack() as stack:
+                indexes = []
+                for stored, expected in manifest.indexes:
+                    data = read_all(self.store, stored.name)
+                    if digest(data) != expected:
+                        raise CorruptCheckpoint(
+                            stored.name, f"hash is {digest(data)}, the manifest says {expected}"
+                        )
+                    indexes.append(parse_index(data, stored.name))
+                _check_indexes(manifest, indexes)
+                packs = {}
+                for pack in manifest.packs:
+                    opened = stack.enter_context(self.store.open(pack.name))
+                    if opened.nbytes != pack.nbytes:
+                        raise CorruptCheckpoint(
+                            pack.name,
+                            f"{opened.nbytes} bytes, the manifest says {pack.nbytes}",
+                        )
+                    packs[pack.name] = opened
+                read_all(self.store, name)  # still there: everything opened belongs to it
+                yield OpenCheckpoint(manifest, tuple(indexes), packs)
+        except ObjectNotFound as failure:
+            raise NoCheckpoint(
+                f"step {at.step} (attempt {at.attempt}) in {self.store.url} is not there: {failure}"
+            ) from failure
+
+    def verify(self, at: CheckpointId) -> Iterator[Damage]:
+        """Read every byte of a checkpoint; yield each finding, nothing when it is whole."""
+        try:
+            with self.open(at) as checkpoint:
+                for index in checkpoint.indexes:
+                    buffer = bytearray()
+                    for chunk in index.chunks:
+                        buffer = _room(buffer, chunk.stored_bytes)
+                        into = memoryview(buffer)[: chunk.stored_bytes]
+                        try:
+                            checkpoint.read(index, chunk, into)
+                        except (CorruptCheckpoint, StoreError) as failure:
+                            yield Damage(
+                                at,
+                                f"{index.packs[chunk.pack].name} at byte {chunk.offset}",
+                                str(failure),
+                                keys_of(index, chunk),
+                            )
+        except CorruptCheckpoint as failure:
+            yield Damage(at, failure.where, str(failure))
+        except (NoCheckpoint, StoreError, IncompatibleCheckpoint) as failure:
+            yield Damage(at, manifest_name(at), str(failure))
+
+    # --- writing ------------------------------------------------------------
+
+    def claim(self, parent: CheckpointId | None) -> Attempt:
+        """Become the writer of this root: take the next attempt number.
+
+        What earlier attempts left half-written is removed. Their writers find out at their
+        next commit.
+
+        Args:
+            parent: The checkpoint that this attempt continues from.
+        """
+        while True:
+            number = max(self._attempt_numbers(), default=0) + 1
+            attempt = Attempt(number, parent, socket.gethostname(), os.getpid(), time.time())
+            if self.store.create(attempt_name(number), dump_attempt(attempt)):
+                break
+        self.store.sweep()
+        for at, name in self.survey().leftovers:
+            if at.attempt < number:
+                self.store.delete(name)
+        return attempt
+
+    def check_writer(self, attempt: int) -> None:
+        """Make sure that no newer attempt has claimed the root.
+
+        Raises:
+            SupersededWriter: One has.
+        """
+        newest = max(self._attempt_numbers(), default=0)
+        if newest <= attempt:
+            return
+        try:
+            other = self.attempt(newest)
+            who = f" by process {other.pid} on {other.host}"
+        except (CorruptCheckpoint, ObjectNotFound):
+            who = ""
+        raise SupersededWriter(
+            f"{self.store.url}: attempt {newest} was started{who} after this one (attempt "
+            f"{attempt}). Two jobs must not write to one root: stop this one, or give it "
+            f"a root of its own. Committed checkpoints are intact."
+        )
+
+    def commit(self, index: Index) -> Manifest:
+        """Make a flushed checkpoint exist: write the index, then the manifest.
+
+        Args:
+            index: Of a world of one; its packs are durable.
+
+        Raises:
+            SupersededWriter: A newer attempt has claimed the root; nothing was committed.
+        """
+        data = dump_index(index)
+        write_whole(self.store, index_name(index.at, index.rank), [data])
+        self.check_writer(index.at.attempt)
+        manifest = make_manifest([(index, data)])
+        name = manifest_name(index.at)
+        write_whole(self.store, name, [manifest])
+        return parse_manifest(manifest, name)
+
+    def retain(self, newest: CheckpointId, retention: Retention) -> list[CheckpointId]:
+        """Remove what need not be kept, now that ``newest`` is committed.
+
+        Only committed checkpoints of this run go: branches that ``newest``'s attempt left
+        behind, and what ``retention`` does not keep of its own lineage. Manifests go now,
+        their packs at the next call or at ``finish``.
+
+        Returns:
+            The checkpoints removed.
+        """
+        self.finish()
+        listing = self.survey()
+        parents: Parents = self.parents()
+        lineage = lineage_of(newest.attempt, parents, listing.committed)
+        kept = retention.kept(
+            [c for c in lineage if c <= newest],
+            {at: m.metrics for at, m in listing.committed.items()},
+        )
+        gone = [c for c in lineage if c < newest and c not in kept]
+        gone += abandoned_by(newest.attempt, parents, listing.committed)
+        self.remove(gone, listing)
+        return gone
+
+    def remove(self, gone: Sequence[CheckpointId], listing: Listing) -> None:
+        """Remove the manifests of committed checkpoints; their packs go at ``finish``."""
+        for at in gone:
+            self.store.delete(manifest_name(at))
+            self._condemned += [o.name for o in listing.committed[at].objects]
+
+    def discard(self, at: CheckpointId) -> None:
+        """Remove every object of a checkpoint that could not be committed."""
+        names = [e.name for e in self.store.list(step_folder(at.step))]
+        for name in sorted(names, key=lambda n: n != manifest_name(at)):
+            if _same_checkpoint(name, at):
+                self.store.delete(name)
+
+    def finish(self) -> None:
+        """Remove the objects of checkpoints whose manifests are gone."""
+        while self._condemned:
+            self.store.delete(self._condemned[-1])
+            self._condemned.pop()
+
+    def _attempt_numbers(self) -> list[int]:
+        names = (e.name.rpartition("/")[2] for e in self.store.list(ATTEMPTS_FOLDER))
+        return [int(n) for n in names if n.isascii() and n.isdigit()]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCheckpoint:
+    """A checkpoint with every object open.
+
+    Attributes:
+        manifest: Its manifest.
+        indexes: The index of each rank.
+    """
+
+    manifest: Manifest
+    indexes: tuple[Index, ...]
+    _packs: Mapping[str, Readable] = field(repr=False)
+
+    def read(self, index: Index, chunk: Chunk, into: memoryview) -> None:
+        """Fill ``into`` with the stored bytes of a chunk and check them; blocks.
+
+        Args:
+            index: The rank's index that lists the chunk.
+            chunk: The chunk.
+            into: Exactly ``chunk.stored_bytes`` long; on an error its content is undefined.
+
+        Raises:
+            CorruptCheckpoint: The bytes are not those that were committed.
+            StoreError: The medium failed.
+        """
+        pack = index.packs[chunk.pack]
+        opened = self._packs[pack.name]
+        opened.readinto(chunk.offset, into)
+        found = digest(into)
+        where = f"{pack.name} at byte {chunk.offset}"
+        if found != chunk.hash:
+            raise CorruptCheckpoint(
+                where,
+                f"hash of {chunk.stored_bytes} bytes is {found}, expected {chunk.hash}; "
+                f"hit: {', '.join(keys_of(index, chunk))}",
+            )
+        end = chunk.offset + chunk.stored_bytes
+        gap = bytearray(min(align_up(end, PAGE_BYTES), pack.nbytes) - end)
+        if gap:
+            opened.readinto(end, memoryview(gap))
+            if any(gap):
+                raise CorruptCheckpoint(where, f"the gap after byte {end} is not zero")
+
+
+def keys_of(index: Index, chunk: Chunk) -> tuple[str, ...]:
+    """Keys of the leaves with bytes in ``chunk``; the tree appears as ``(state)``."""
+    hit = (x for x in index.leaves if x.nbytes and x.at < chunk.stop and chunk.at < x.stop)
+    return tuple(_spoken(leaf) for leaf in hit)
+
+
+def _spoken(leaf: Leaf) -> str:
+    return leaf.key or "(state)"
+
+
+def _room(buffer: bytearray, nbytes: int) -> bytearray:
+    return buffer if len(buffer) >= nbytes else bytearray(nbytes)
+
+
+def _same_checkpoint(name: str, at: CheckpointId) -> bool:
+    parsed = parse_name(name)
+    return parsed is not None and parsed.at == at
+
+
+def _wrong_length(manifest: Manifest, sizes: Mapping[str, int]) -> Damage | None:
+    for stored in manifest.objects:
+        found = sizes.get(stored.name)
+        if found != stored.nbytes:
+            state = "is missing" if found is None else f"has {found} bytes"
+            why = f"{stored.name} {state}, the manifest says {stored.nbytes} bytes"
+            return Damage(manifest.at, stored.name, why)
+    return None
+
+
+def _check_indexes(manifest: Manifest, indexes: Sequence[Index]) -> None:
+    packs: list[StoredObject] = []
+    for rank, index in enumerate(indexes):
+        if (index.run, index.at, index.rank) != (manifest.run, manifest.at, rank):
+            raise CorruptCheckpoint(
+                index_name(manifest.at, rank), "it is the index of another run, step or rank"
+            )
+        if index.world != len(indexes):
+            raise CorruptCheckpoint(
+                index_name(manifest.at, rank),
+                f"made in a world of {index.world}, the manifest lists {len(indexes)}",
+            )
+        packs += index.packs
+    if tuple(packs) != manifest.packs:
+        raise CorruptCheckpoint(manifest_name(manifest.at), "its packs are not its indexes' packs")
+
+
+# --- opening ----------------------------------------------------------------
+
+
+def open_repository(store: Store) -> Repository:
+    """Open what is there, for reading.
+
+    Raises:
+        NoCheckpoint: There is no repository.
+        OptionError: The place holds something else.
+        CorruptCheckpoint: Its ``FORMAT`` or ``RUN.json`` is damaged.
+        IncompatibleCheckpoint: It is of a version that is not known here.
+    """
+    try:
+        line = read_all(store, FORMAT_NAME)
+    except ObjectNotFound:
+        found = _names_at_top(store)
+        if found:
+            raise OptionError(
+                f"{store.url}: expected an empty place or an asymcheck repository, found "
+                f"{found}; choose another root, for instance a new sub-directory"
+            ) from None
+        raise NoCheckpoint(f"{store.url}: there is no checkpoint yet") from None
+    check_format_line(line, f"{store.url}/{FORMAT_NAME}")
+    try:
+        raw = unseal(read_all(store, RUN_NAME), f"{store.url}/{RUN_NAME}")
+    except ObjectNotFound:
+        if _names_at_top(store) == [FORMAT_NAME]:
+            raise NoCheckpoint(f"{store.url}: there is no checkpoint yet") from None
+        raise CorruptCheckpoint(
+            f"{store.url}/{RUN_NAME}", "missing, so its checkpoints belong to no run"
+        ) from None
+    return Repository(store, Fields(raw, RUN_NAME, ("run",)).text("run"))
+
+
+def create_repository(store: Store) -> Repository:
+    """Open what is there, or make a new repository in an empty place.
+
+    Raises:
+        OptionError: The place holds something else; nothing was changed.
+        StoreError: It cannot be written.
+    """
+    try:
+        return open_repository(store)
+    except NoCheckpoint:
+        store.prepare()
+        # RUN.json last: while it is missing, the place still counts as empty.
+        store.create(FORMAT_NAME, FORMAT_LINE.encode("ascii"))
+        store.create(RUN_NAME, seal({"run": uuid.uuid4().hex}))
+        return open_repository(store)
+
+
+def _names_at_top(store: Store) -> list[str]:
+    """A few names at the top of the store, sorted; the place may hold millions."""
+    found: set[str] = set()
+    for entry in store.list():
+        found.add(entry.name.partition("/")[0])
+        if len(found) == 5:
+            break
+    return sorted(found)

@@ -1,0 +1,1 @@
+"""Experiments beside the library: real training jobs, comparisons, reports."""
