@@ -5,6 +5,7 @@
   - StateError                something in ``state`` cannot be saved: names its key
   - PlanError                 a partition plan is not a cover: a bug, please report
   - CaptureError              this checkpoint is lost, training may go on
+    + DroppedCheckpoint       its bytes changed while they were copied, so it was given up
   - StoreError                the medium failed; ``retryable`` says whether to try again
     + ObjectNotFound          the named object is not there
   - SupersededWriter          a newer attempt owns this root: stop this job
@@ -46,6 +47,20 @@ class PlanError(CheckpointError):
 
 class CaptureError(CheckpointError):
     """Copying live tensors out of the training process failed; this checkpoint is lost."""
+
+
+class DroppedCheckpoint(CaptureError):
+    """The state changed while it was copied, so this checkpoint was given up.
+
+    Attributes:
+        step: Its step.
+        key: A leaf that changed, empty where the reason is another one.
+    """
+
+    def __init__(self, step: int, key: str, why: str) -> None:
+        super().__init__(f"step {step} was dropped: {why}")
+        self.step = step
+        self.key = key
 
 
 class StoreError(CheckpointError):

@@ -1,64 +1,43 @@
-"""From a sealed slot to a committed checkpoint: encode, flush, commit, retain.
+"""From a slot to a committed checkpoint: wait, check, flush, commit, retain.
 
-No torch here: the bytes are already in host memory, and everything else that is needed
-travels in one small message.
+No torch here: the bytes are copied into a slot by the trainer, and the slot says what they
+are. The same work is done by a process of its own (``python -m asymcheck.persist``), by a
+thread of the trainer, and by the next start of the job for what a dead one left behind.
 """
 
 from __future__ import annotations
 
-import atexit
+import json
 import logging
-import queue
-import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
-from time import monotonic, perf_counter
+import os
+import select
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from time import monotonic, perf_counter, process_time, sleep
+from typing import Any
 
-from asymcheck.errors import CheckpointError, StoreError
-from asymcheck.events import Sink, Stage, timed
-from asymcheck.memory.arena import Arena, Slot
-from asymcheck.planning.layout import Extent
+from asymcheck.capture import Capture, find_torn_leaf, parse_capture
+from asymcheck.errors import CheckpointError, DroppedCheckpoint, StoreError, SupersededWriter
+from asymcheck.events import Sink, Span, Stage, timed
+from asymcheck.memory.arena import ProcessId, Slot, SlotState
+from asymcheck.planning.layout import PAGE_BYTES, Extent, align_up
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.flush import Encoded, flush
-from asymcheck.storage.index import Index, Leaf
+from asymcheck.storage.index import Index
+from asymcheck.storage.manifest import Manifest
 from asymcheck.storage.repository import Repository
+from asymcheck.storage.store import open_store
 
 _log = logging.getLogger(__name__)
 
 _SPACE_MARGIN_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """A captured state whose bytes will not change any more.
-
-    Attributes:
-        at: The checkpoint that it becomes.
-        slot: Holds the image; given back to the arena when persisting ends.
-        leaves: What lies where in the image, ascending.
-        aliases: Further keys of leaves.
-        chunks: Ranges of the image that are stored.
-        metrics: What the caller passed.
-        versions: Libraries that took part.
-        created_s: Wall-clock time of the capture.
-        sealed_s: ``perf_counter`` at the end of the capture.
-    """
-
-    at: CheckpointId
-    slot: Slot
-    leaves: tuple[Leaf, ...]
-    aliases: Mapping[str, str]
-    chunks: tuple[Extent, ...]
-    metrics: Mapping[str, float]
-    versions: Mapping[str, str]
-    created_s: float
-    sealed_s: float
-
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes to store before encoding."""
-        return sum(c.nbytes for c in self.chunks)
+_POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +49,9 @@ class Durable:
         attempt: The attempt that wrote it.
         raw_bytes: Bytes captured.
         stored_bytes: Bytes written, with index and without manifest.
-        persist_s: Seconds of encode, flush and commit.
-        durable_s: Seconds from the end of the capture until it was durable.
+        persist_s: Seconds from the first byte flushed to the commit, waits included.
+        durable_s: Seconds from the boundary, when the state was live, until it was durable.
+        cpu_s: CPU seconds that persisting took.
     """
 
     step: int
@@ -80,71 +60,136 @@ class Durable:
     stored_bytes: int
     persist_s: float
     durable_s: float
+    cpu_s: float
 
 
-def persist(repository: Repository, sealed: Sealed, retention: Retention, sink: Sink) -> Durable:
-    """Take one sealed slot to a committed checkpoint; blocks.
+def persist(
+    repository: Repository,
+    slot: Slot,
+    retention: Retention,
+    sink: Sink,
+    trainer_is_alive: Callable[[], bool],
+) -> Durable:
+    """Take one slot to a committed checkpoint; blocks.
 
-    On failure everything that it wrote is removed again, as far as the store lets it.
+    Starts while the slot is still being filled: each chunk is hashed and written as soon as
+    it is complete. Nothing is committed before the slot is sealed and its canaries agree. On
+    failure everything that was written is removed again, as far as the store lets it.
+
+    Args:
+        repository: Where to.
+        slot: Being filled, or sealed.
+        retention: Applied after the commit.
+        sink: Receives spans.
+        trainer_is_alive: Whether somebody may still fill and seal the slot.
 
     Raises:
+        DroppedCheckpoint: The state changed while it was copied, or the trainer died first.
         StoreError: The medium failed or is too full.
         SupersededWriter: A newer attempt has claimed the root.
     """
-    start_s = perf_counter()
-    at = sealed.at
+    start_s, cpu_s = perf_counter(), process_time()
+    capture = parse_capture(slot.meta, f"slot {slot.path or '(no name)'}")
+    at, image = capture.at, slot.image
+
+    def encode(extent: Extent) -> Encoded:
+        _await(slot, capture, trainer_is_alive, extent.stop)
+        padded = image[extent.start : align_up(extent.stop, PAGE_BYTES)]
+        return Encoded(padded[: extent.nbytes], "raw", padded)
+
     try:
-        _check_room(repository, sealed)
-        with timed(sink, Stage.FLUSH, at.step, sealed.raw_bytes):
-            chunks, packs = flush(
-                repository.store,
-                at,
-                0,
-                sealed.chunks,
-                lambda c: Encoded(c, sealed.slot.view[c.start : c.stop], "raw"),
+        _check_room(repository, capture)
+        with timed(sink, Stage.FLUSH, at.step, capture.raw_bytes):
+            chunks, packs = flush(repository.store, at, 0, capture.chunks, encode)
+            _await(slot, capture, trainer_is_alive, None)
+        torn = find_torn_leaf(capture, image, slot.canaries)
+        if torn is not None:
+            raise DroppedCheckpoint(
+                at.step,
+                torn,
+                f"{torn!r} changed while it was copied, without a word to the library: call "
+                f"checkpointer.fence() before code that writes parameters by hand",
             )
         index = Index(
             run=repository.run,
             at=at,
             rank=0,
             world=1,
-            created_s=sealed.created_s,
-            metrics=sealed.metrics,
-            versions=sealed.versions,
-            leaves=sealed.leaves,
-            aliases=sealed.aliases,
+            created_s=capture.created_s,
+            metrics=capture.metrics,
+            versions=capture.versions,
+            leaves=capture.leaves,
+            aliases=capture.aliases,
             chunks=tuple(chunks),
             packs=tuple(packs),
         )
-        with timed(sink, Stage.COMMIT, at.step):
-            manifest = repository.commit(index)
+        return _commit(repository, index, capture, retention, sink, start_s, cpu_s)
     except BaseException:
         _discard(repository, at)
         raise
+
+
+def _commit(
+    repository: Repository,
+    index: Index,
+    capture: Capture,
+    retention: Retention,
+    sink: Sink,
+    start_s: float,
+    cpu_s: float,
+) -> Durable:
+    step = index.at.step
+    with timed(sink, Stage.COMMIT, step):
+        manifest: Manifest = repository.commit(index)
     done_s = perf_counter()
-    with timed(sink, Stage.RETAIN, at.step):
+    with timed(sink, Stage.RETAIN, step):
         try:
-            repository.retain(at, retention)
+            repository.retain(index.at, retention)
         except StoreError as failure:
             # The checkpoint stands; what could not be removed goes with a later commit.
-            _log.warning("step %d: retention failed: %s", at.step, failure)
+            _log.warning("step %d: retention failed: %s", step, failure)
     return Durable(
-        step=at.step,
-        attempt=at.attempt,
-        raw_bytes=sealed.raw_bytes,
+        step=step,
+        attempt=index.at.attempt,
+        raw_bytes=capture.raw_bytes,
         stored_bytes=manifest.stored_bytes,
         persist_s=done_s - start_s,
-        durable_s=done_s - sealed.sealed_s,
+        durable_s=done_s - capture.boundary_s,
+        cpu_s=process_time() - cpu_s,
     )
 
 
-def _check_room(repository: Repository, sealed: Sealed) -> None:
+def _await(
+    slot: Slot, capture: Capture, trainer_is_alive: Callable[[], bool], upto: int | None
+) -> None:
+    """Wait until the image is complete up to there, or (``None``) until it is sealed."""
+    while True:
+        state = slot.state
+        if state == SlotState.SEALED:
+            return
+        if state != SlotState.FILLING:
+            raise DroppedCheckpoint(
+                capture.at.step, "", "the trainer gave it up while it was copied"
+            )
+        if upto is not None and slot.copied_bytes >= upto:
+            return
+        if not trainer_is_alive():
+            # Once more: it may have sealed the slot just before it died.
+            if slot.state == SlotState.SEALED:
+                return
+            raise DroppedCheckpoint(
+                capture.at.step, "", "the trainer died before its state was copied"
+            )
+        sleep(_POLL_S)
+
+
+def _check_room(repository: Repository, capture: Capture) -> None:
     free = repository.store.free_bytes()
-    need = sealed.raw_bytes + _SPACE_MARGIN_BYTES
+    need = capture.raw_bytes + _SPACE_MARGIN_BYTES
     if free is not None and free < need:
         raise StoreError(
-            f"{repository.store.url}: step {sealed.at.step} needs {need} bytes, {free} are free: "
-            f"free some space or lower keep_last; the next save works once there is room",
+            f"{repository.store.url}: step {capture.at.step} needs {need} bytes, {free} are "
+            f"free: free some space or lower keep_last; the next save works once there is room",
             retryable=True,
         )
 
@@ -156,97 +201,154 @@ def _discard(repository: Repository, at: CheckpointId) -> None:
         _log.warning("step %d: left-overs stay until the next start: %s", at.step, failure)
 
 
-class PersistThread:
-    """Persists sealed slots one after the other, in the order in which they came.
+def tidy(repository: Repository) -> None:
+    """Remove what retention still owes, before the end."""
+    try:
+        repository.finish()
+    except CheckpointError as failure:
+        _log.warning("left-overs stay until the next start: %s", failure)
 
-    The thread is a daemon; at interpreter exit what was submitted is waited for.
 
-    Args:
-        repository: Used by this thread alone from now on, but for reading.
-        arena: Gets each slot back.
-        retention: Applied after each commit.
-        sink: Receives spans, on this thread.
-        grace_s: How long the exit of the interpreter may wait.
-    """
+# --- as a process -----------------------------------------------------------
 
-    def __init__(
-        self,
-        repository: Repository,
-        arena: Arena,
-        retention: Retention,
-        sink: Sink,
-        grace_s: float,
-    ) -> None:
-        self._repository = repository
-        self._arena = arena
-        self._retention = retention
-        self._sink = sink
-        self._grace_s = grace_s
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._pending: set[Future[Durable]] = set()
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="asymcheck-persist", daemon=True)
-        self._thread.start()
-        atexit.register(self._drain_at_exit)
 
-    def submit(self, sealed: Sealed) -> Future[Durable]:
-        """Queue a sealed slot; returns at once. The slot is the persister's from now on."""
-        future: Future[Durable] = Future()
-        with self._lock:
-            self._pending.add(future)
+class _Worker:
+    """The loop of a persister process: slots come in over a socket, reports go out."""
 
-        def work() -> None:
-            try:
-                result = persist(self._repository, sealed, self._retention, self._sink)
-            except BaseException as failure:  # noqa: BLE001  it is the caller's to see
-                failure.add_note(f"while step {sealed.at.step} was being persisted")
-                self._settle(future, sealed.slot)
-                future.set_exception(failure)
+    def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
+        self._control = control
+        self._trainer = ProcessId(*config["trainer"])
+        self._trainer_fd = _open_pidfd(self._trainer)
+        self._grace_s = float(config["grace_s"])
+        self._retention = Retention(**config["retention"])
+        self._repository = Repository(open_store(config["url"]), config["run"])
+        self._slots: dict[int, Slot] = {}
+        self._queue: deque[Slot] = deque()
+        self._closing = False
+        self._give_up_s: float | None = None
+
+    def run(self) -> None:
+        """Persist what comes until the trainer closes, dies, or SIGTERM asks to finish."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._send({"hello": os.getpid()})
+        while True:
+            self._receive(block=not self._queue and not self._closing)
+            if self._queue:
+                self._persist_one(self._queue.popleft())
+            elif self._closing or self._give_up_s is not None or not self._trainer_is_alive():
+                break
+        tidy(self._repository)
+        for slot in self._slots.values():
+            # Nobody else will: unsealed content is worth nothing without its trainer.
+            if not self._trainer_is_alive() and slot.state != SlotState.SEALED:
+                slot.close(unlink=True)
+
+    def _on_sigterm(self, number: int, frame: object) -> None:
+        self._give_up_s = monotonic() + self._grace_s
+
+    def _trainer_is_alive(self) -> bool:
+        if self._give_up_s is not None and monotonic() > self._give_up_s:
+            return False
+        if self._trainer_fd is None:
+            return self._trainer.is_alive
+        return not select.select([self._trainer_fd], [], [], 0)[0]
+
+    def _receive(self, *, block: bool) -> None:
+        """Take every message that is there; wait for one first when there is nothing to do."""
+        watched: list[Any] = [self._control]
+        if self._trainer_fd is not None:
+            watched.append(self._trainer_fd)
+        while True:
+            wait_s = 0.2 if block else 0.0
+            if self._control not in select.select(watched, [], [], wait_s)[0]:
+                return
+            block = False
+            data, fds, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 1)
+            if not data:
+                self._closing = True
+                return
+            message = json.loads(data)
+            if "close" in message:
+                self._closing = True
+                return
+            token = message["slot"]
+            for gone in self._slots.keys() - set(message["live"]):
+                self._slots.pop(gone).close(unlink=False)
+            if token in self._slots:
+                os.close(fds[0])
             else:
-                self._settle(future, sealed.slot)
-                _log.info(
-                    "step %d is durable: %d bytes in %.3f s",
-                    result.step,
-                    result.stored_bytes,
-                    result.durable_s,
-                )
-                future.set_result(result)
+                path = message["path"]
+                self._slots[token] = Slot(fds[0], Path(path) if path else None)
+            self._queue.append(self._slots[token])
 
-        self._work.put(work)
-        return future
-
-    def pending(self) -> list[Future[Durable]]:
-        """What was submitted and is neither durable nor failed."""
-        with self._lock:
-            return list(self._pending)
-
-    def close(self, timeout_s: float) -> bool:
-        """End the thread once everything submitted is done; returns whether it ended in time.
-
-        Objects of checkpoints that retention removed go now rather than at the next commit.
-        """
-        atexit.unregister(self._drain_at_exit)
-        self._work.put(self._finish)
-        self._work.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _finish(self) -> None:
+    def _persist_one(self, slot: Slot) -> None:
         try:
-            self._repository.finish()
+            durable = persist(
+                self._repository, slot, self._retention, self._report, self._trainer_is_alive
+            )
         except CheckpointError as failure:
-            _log.warning("left-overs stay until the next start: %s", failure)
+            self._send({"failed": describe_error(failure)})
+        else:
+            self._send({"done": asdict(durable)})
+            slot.state = SlotState.FREE
 
-    def _settle(self, future: Future[Durable], slot: Slot) -> None:
-        self._arena.free(slot)
-        with self._lock:
-            self._pending.discard(future)
+    def _report(self, span: Span) -> None:
+        self._send({"span": [*astuple(span)]})
 
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
+    def _send(self, message: dict[str, Any]) -> None:
+        # A dead trainer reads no reports; what is sealed becomes durable all the same.
+        with suppress(OSError):
+            self._control.send(json.dumps(message).encode())
 
-    def _drain_at_exit(self) -> None:
-        until_s = monotonic() + self._grace_s
-        while self.pending() and self._thread.is_alive() and monotonic() < until_s:
-            self._thread.join(0.005)
+
+_MESSAGE_BYTES = 1 << 16
+
+
+def describe_error(failure: CheckpointError) -> dict[str, Any]:
+    """An error as a message between processes."""
+    return {
+        "type": type(failure).__name__,
+        "message": str(failure)[:8000],
+        "retryable": getattr(failure, "retryable", False),
+        "step": getattr(failure, "step", 0),
+        "key": getattr(failure, "key", ""),
+    }
+
+
+def rebuild_error(told: dict[str, Any]) -> CheckpointError:
+    """The error that ``describe_error`` described."""
+    kind, message = told["type"], told["message"]
+    if kind == "DroppedCheckpoint":
+        why = message.removeprefix(f"step {told['step']} was dropped: ")
+        return DroppedCheckpoint(told["step"], told["key"], why)
+    if kind == "SupersededWriter":
+        return SupersededWriter(message)
+    if kind in ("StoreError", "ObjectNotFound"):
+        return StoreError(message, retryable=told["retryable"])
+    return CheckpointError(f"{kind}: {message}")
+
+
+def _open_pidfd(process: ProcessId) -> int | None:
+    try:
+        fd = os.pidfd_open(process.pid)
+    except (OSError, AttributeError):
+        return None
+    if not process.is_alive:
+        # The number was taken over by another process: watch by start time instead.
+        os.close(fd)
+        return None
+    return fd
+
+
+def main() -> None:
+    """Entry of the persister process: the control socket's number and the configuration."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    with suppress(OSError):
+        os.nice(5)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    _Worker(control, json.loads(sys.argv[2])).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -94,7 +95,7 @@ class ModuleItem:
         for entry, value in live_entries(self.module).items():
             key = f"{escape(name)}/{escape(entry)}"
             if isinstance(value, torch.Tensor):
-                collector.add(key, value)
+                collector.add(key, value, steady=isinstance(value, torch.nn.Parameter))
             else:
                 extra[entry] = encoder.encode(value, key)
         return {"extra": extra}
@@ -184,6 +185,8 @@ class OptimizerItem:
             )
         state: dict[str, Json] = {}
         other: list[Json] = []
+        # Only an update changes these, so they may be copied until the next one.
+        steady = Encoder(partial(collector.add, steady=True))
         entries: Mapping[Any, Any] = self.optimizer.state
         for key, value in entries.items():
             if not isinstance(key, torch.Tensor):  # optimizers of other makers keep such
@@ -197,7 +200,7 @@ class OptimizerItem:
                     f"holds state of a tensor of shape {list(key.shape)} that is in none of its "
                     f"groups and in no module of the state: add the module, or delete that state",
                 )
-            state[param] = encoder.encode(value, f"{path}/state/{escape(param)}")
+            state[param] = steady.encode(value, f"{path}/state/{escape(param)}")
         return {"groups": groups, "state": state, "other": other}
 
     def plan(self, name: str, saved: dict[str, Json], to: Restoring) -> Finish:

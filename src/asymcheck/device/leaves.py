@@ -17,9 +17,11 @@ from asymcheck.device.tensors import (
     dense_order,
     dtype_name,
     dtype_of,
+    is_plain_memory,
     new_tensor,
 )
 from asymcheck.errors import CorruptCheckpoint, IncompatibleCheckpoint, StateError
+from asymcheck.planning.layout import SMALL_BYTES
 from asymcheck.storage.index import TREE_DTYPE, TREE_KEY, Leaf
 
 Array = torch.Tensor | np.ndarray[Any, Any]
@@ -36,6 +38,7 @@ class Source:
         shape: As ``Leaf.shape``.
         order: As ``Leaf.order``.
         nbytes: Size.
+        lazy: Whether it only changes in an update, so that it may be copied until the next.
     """
 
     key: str
@@ -44,6 +47,7 @@ class Source:
     shape: tuple[int, ...]
     order: tuple[int, ...]
     nbytes: int
+    lazy: bool = False
 
     def copy_out(self, into: Bytes) -> None:
         """Copy the values into host bytes; blocks."""
@@ -69,8 +73,13 @@ class Collector:
         self._keys: set[str] = set()
         self._seen: dict[object, str] = {}
 
-    def add(self, key: str, array: Array) -> str:
+    def add(self, key: str, array: Array, *, steady: bool = False) -> str:
         """Note a leaf; returns the key that it is saved under.
+
+        Args:
+            key: Its path.
+            array: Its values.
+            steady: Whether nothing but an optimizer's update changes it.
 
         Raises:
             StateError: It cannot be saved.
@@ -81,7 +90,7 @@ class Collector:
             key = f"{wanted}~{serial}"
         self._keys.add(key)
         source, identity = (
-            _tensor_source(key, array)
+            _tensor_source(key, array, steady=steady)
             if isinstance(array, torch.Tensor)
             else _numpy_source(key, array)
         )
@@ -97,12 +106,16 @@ class Collector:
         self.sources.append(Source(TREE_KEY, text, TREE_DTYPE, (len(text),), (), len(text)))
 
 
-def _tensor_source(key: str, tensor: torch.Tensor) -> tuple[Source, object]:
+def _tensor_source(
+    key: str, tensor: torch.Tensor, *, steady: bool = False
+) -> tuple[Source, object]:
     check_supported(key, tensor)
     alias = tensor.detach()
-    order = dense_order(alias) or ()
+    dense = dense_order(alias)
     shape, name = tuple(alias.shape), dtype_name(alias.dtype)
-    source = Source(key, alias, name, shape, order, alias.numel() * alias.element_size())
+    nbytes = alias.numel() * alias.element_size()
+    lazy = steady and nbytes >= SMALL_BYTES and dense is not None and is_plain_memory(alias)
+    source = Source(key, alias, name, shape, dense or (), nbytes, lazy)
     if source.nbytes == 0:
         return source, None
     where = (alias.device, alias.untyped_storage().data_ptr(), alias.storage_offset())

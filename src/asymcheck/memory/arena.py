@@ -1,55 +1,427 @@
-"""A bounded number of reusable slots, each large enough for one image of the state."""
+"""Slots of host memory that outlive the training process.
+
+A slot is one file in shared memory: a header page, the image of the state, canary values, and
+the description of what the image holds. Everything that persisting needs is in the slot, so a
+persister (or the next start of the job) can take it over from a dead trainer.
+
+Plain files, not ``multiprocessing.shared_memory``: its resource tracker removes the segments
+when the trainer dies. Room is reserved with ``posix_fallocate``, since touching a page that
+the file system cannot give ends in SIGBUS.
+"""
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
+import re
+import stat
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from asymcheck.planning.layout import MiB, PAGE_BYTES, align_up
+
+SHARED_MEMORY = Path("/dev/shm")
+_MAGIC = int.from_bytes(b"asymslt1", "little")
+_NAME = re.compile(r"asymcheck-(\d+)-([0-9a-f]{32})-r(\d{4})-(\d+)-(\d+)\Z")
+_HEADROOM_BYTES = MiB
+
+
+class SlotState(IntEnum):
+    """Life of a slot's content."""
+
+    FREE = 0
+    FILLING = 1
+    SEALED = 2
+    DROPPED = 3
+
+
+class _Word(IntEnum):
+    """Header words, 8 bytes each."""
+
+    MAGIC = 0
+    STATE = 1
+    COPIED = 2
+    IMAGE = 3
+    CANARIES = 4
+    META = 5
+    CAPACITY = 6
+    META_CAPACITY = 7
+    OWNER_PID = 8
+    OWNER_START = 9
+    PERSISTER_PID = 10
+    PERSISTER_START = 11
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process, told apart from a later one with the same number by its start time."""
+
+    pid: int
+    start: int
+
+    @staticmethod
+    def of(pid: int) -> ProcessId:
+        """The process that has this number now; start 0 when there is none."""
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return ProcessId(pid, 0)
+        # The command's name may hold anything: count the fields after its closing bracket.
+        return ProcessId(pid, int(text.rpartition(")")[2].split()[19]))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether this very process runs."""
+        return self.pid > 0 and self.start > 0 and ProcessId.of(self.pid) == self
 
 
 class Slot:
-    """Memory for one image. Owned by whoever reserved it, until ``Arena.free``.
+    """One slot, mapped. Trainer and persister each have their own object on the same memory.
+
+    Args:
+        fd: A descriptor of the file; the slot closes it.
+        path: Its name, ``None`` for memory without one.
 
     Attributes:
-        view: The bytes, at least as many as were asked for.
+        token: Tells the slots of one arena apart.
     """
 
-    def __init__(self) -> None:
-        self.view = memoryview(b"")
+    def __init__(self, fd: int, path: Path | None) -> None:
+        self.fd = fd
+        self.path = path
+        self.token = 0
+        size = os.fstat(fd).st_size
+        populate = getattr(mmap, "MAP_POPULATE", 0)
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED | populate)
+        self._bytes = memoryview(self._map)
+        self._words = self._bytes[:PAGE_BYTES].cast("Q")
+        if self._words[_Word.MAGIC] not in (0, _MAGIC):
+            raise ValueError(f"{path}: not an asymcheck slot")
 
-    def grow(self, nbytes: int) -> None:
-        """Make room for ``nbytes``; the content is undefined after."""
-        if self.view.nbytes < nbytes:
-            self.view = memoryview(b"")  # let the old map go before a larger one is made
-            self.view = memoryview(mmap.mmap(-1, nbytes))
+    @classmethod
+    def create(cls, directory: Path, name: str, capacity_bytes: int, meta_bytes: int) -> Slot:
+        """Reserve a new slot; blocks while the memory is made.
+
+        Args:
+            directory: A file system in memory; ``Path()`` for memory without a name.
+            name: File name.
+            capacity_bytes: Room for image and canaries.
+            meta_bytes: Room for the description.
+
+        Raises:
+            OSError: There is not enough room; nothing is left behind.
+        """
+        capacity = align_up(capacity_bytes, PAGE_BYTES)
+        size = PAGE_BYTES + capacity + align_up(meta_bytes, PAGE_BYTES)
+        path = directory / name if directory != Path() else None
+        if path is None:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        else:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size)
+            slot = cls(fd, path)
+        except BaseException:
+            os.close(fd)
+            if path is not None:
+                path.unlink(missing_ok=True)
+            raise
+        slot._words[_Word.CAPACITY] = capacity
+        slot._words[_Word.META_CAPACITY] = size - PAGE_BYTES - capacity
+        owner = ProcessId.of(os.getpid())
+        slot._words[_Word.OWNER_PID], slot._words[_Word.OWNER_START] = owner.pid, owner.start
+        slot._words[_Word.MAGIC] = _MAGIC
+        return slot
+
+    @classmethod
+    def open(cls, path: Path) -> Slot:
+        """Map an existing slot of this user.
+
+        Raises:
+            OSError: It is gone, or belongs to somebody else.
+            ValueError: It is no slot.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            found = os.fstat(fd)
+            if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o600:
+                raise PermissionError(f"{path}: not a private file of this user")
+            if found.st_size < PAGE_BYTES:
+                raise ValueError(f"{path}: not an asymcheck slot")
+            return cls(fd, path)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    # --- header -------------------------------------------------------------
+
+    @property
+    def state(self) -> SlotState:
+        """Where the content is in its life."""
+        return SlotState(self._words[_Word.STATE])
+
+    @state.setter
+    def state(self, state: SlotState) -> None:
+        self._words[_Word.STATE] = state
+
+    @property
+    def copied_bytes(self) -> int:
+        """The image is complete up to here."""
+        return self._words[_Word.COPIED]
+
+    @copied_bytes.setter
+    def copied_bytes(self, nbytes: int) -> None:
+        self._words[_Word.COPIED] = nbytes
+
+    @property
+    def owner(self) -> ProcessId:
+        """The trainer that made the slot."""
+        return ProcessId(self._words[_Word.OWNER_PID], self._words[_Word.OWNER_START])
+
+    @property
+    def persister(self) -> ProcessId:
+        """The process that persists it; pid 0 when it is a thread of the trainer."""
+        return ProcessId(self._words[_Word.PERSISTER_PID], self._words[_Word.PERSISTER_START])
+
+    @persister.setter
+    def persister(self, process: ProcessId) -> None:
+        self._words[_Word.PERSISTER_PID] = process.pid
+        self._words[_Word.PERSISTER_START] = process.start
+
+    # --- content ------------------------------------------------------------
+
+    def fits(self, capacity_bytes: int, meta_bytes: int) -> bool:
+        """Whether so much can be held."""
+        return (
+            capacity_bytes <= self._words[_Word.CAPACITY]
+            and meta_bytes <= self._words[_Word.META_CAPACITY]
+        )
+
+    def begin(self, image_bytes: int, canary_bytes: int, meta: bytes) -> None:
+        """Start to fill: nothing of the old content counts any more."""
+        self.state = SlotState.FREE
+        self.copied_bytes = 0
+        self._words[_Word.IMAGE] = image_bytes
+        self._words[_Word.CANARIES] = canary_bytes
+        self._words[_Word.META] = len(meta)
+        at = PAGE_BYTES + self._words[_Word.CAPACITY]
+        self._bytes[at : at + len(meta)] = meta
+        end = align_up(image_bytes, PAGE_BYTES)
+        self._bytes[PAGE_BYTES + image_bytes : PAGE_BYTES + end] = bytes(end - image_bytes)
+        self.state = SlotState.FILLING
+
+    @property
+    def image(self) -> memoryview:
+        """The image, with zeros up to the next page."""
+        end = align_up(self._words[_Word.IMAGE], PAGE_BYTES)
+        return self._bytes[PAGE_BYTES : PAGE_BYTES + end]
+
+    @property
+    def canaries(self) -> memoryview:
+        """Values taken at the boundary, to compare with the image."""
+        at = PAGE_BYTES + align_up(self._words[_Word.IMAGE], PAGE_BYTES)
+        return self._bytes[at : at + self._words[_Word.CANARIES]]
+
+    @property
+    def meta(self) -> bytes:
+        """The description."""
+        at = PAGE_BYTES + self._words[_Word.CAPACITY]
+        return bytes(self._bytes[at : at + self._words[_Word.META]])
+
+    def close(self, *, unlink: bool) -> None:
+        """Unmap as soon as no view is left; with ``unlink`` remove the file too."""
+        if unlink and self.path is not None:
+            self.path.unlink(missing_ok=True)
+        os.close(self.fd)
+        self._words.release()
+        try:
+            self._bytes.release()
+            self._map.close()
+        except BufferError:
+            pass  # a view is still out: the map goes with it
+
+
+def capacity_for(image_bytes: int, canary_bytes: int) -> int:
+    """Room to ask for, with some for state that grows a little."""
+    return align_up(image_bytes, PAGE_BYTES) + canary_bytes + _HEADROOM_BYTES
+
+
+def slot_name(run: str, rank: int, serial: int) -> str:
+    """File name of a slot of this process."""
+    return f"asymcheck-{os.getuid()}-{run}-r{rank:04d}-{os.getpid()}-{serial}"
+
+
+def slots_of(directory: Path, run: str | None = None, rank: int | None = None) -> Iterator[Path]:
+    """Slots of this user that lie there, of one run and rank or of all."""
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError:
+        return
+    for name in names:
+        found = _NAME.match(name)
+        if found is None or int(found[1]) != os.getuid():
+            continue
+        if run in (None, found[2]) and rank in (None, int(found[3])):
+            yield directory / name
+
+
+class NoRoom(Exception):  # noqa: N818  a condition that the session answers, never the user
+    """There is not even memory for one slot."""
 
 
 class Arena:
-    """``slots`` slots that are made once and reused; never more memory than they hold.
+    """At most ``slots`` slots, made when they are first needed and reused.
 
     Args:
+        run: Id of the run, part of the file names.
+        rank: Rank of this process.
         slots: How many images may be held at once.
+        warn: Called once, with what was done instead, when there is too little room.
+        directories: Where to make slots, in order of preference; ``Path()`` is memory
+            without a name, which does not outlive the processes that hold it.
     """
 
-    def __init__(self, slots: int) -> None:
-        self._free = [Slot() for _ in range(slots)]
+    def __init__(
+        self,
+        run: str,
+        rank: int,
+        slots: int,
+        warn: Callable[[str], None],
+        directories: Sequence[Path] = (SHARED_MEMORY, Path()),
+    ) -> None:
+        self._run = run
+        self._rank = rank
+        self._warn = warn
+        self._directories = directories
+        self._serial = 0
+        self._count = slots
+        self._free: list[Slot | None] = [None] * slots
+        self._tokens: set[int] = set()
+        self._closed = False
         self._changed = threading.Condition()
 
-    def reserve(self, timeout_s: float | None = None) -> Slot | None:
-        """A free slot; blocks while there is none.
+    def tokens(self) -> list[int]:
+        """Tokens of the slots that exist."""
+        with self._changed:
+            return sorted(self._tokens)
+
+    def reserve(
+        self, capacity_bytes: int, meta_bytes: int, timeout_s: float | None = None
+    ) -> Slot | None:
+        """A free slot with that much room; blocks while there is none, and while it is made.
 
         Args:
-            timeout_s: How long at most; ``None`` without end.
+            capacity_bytes: Room for image and canaries.
+            meta_bytes: Room for the description.
+            timeout_s: How long to wait for a slot; ``None`` without end.
 
         Returns:
-            The slot, or ``None`` when the time is over.
+            The slot, the caller's until ``free``; ``None`` when the time is over.
+
+        Raises:
+            NoRoom: Memory does not suffice for a single slot.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: bool(self._free), timeout_s):
-                return None
-            return self._free.pop()
+        while True:
+            with self._changed:
+                if self._count == 0:
+                    raise NoRoom
+                if not self._changed.wait_for(lambda: bool(self._free), timeout_s):
+                    return None
+                slot = self._free.pop()
+            if slot is not None:
+                if slot.fits(capacity_bytes, meta_bytes):
+                    return slot
+                self._remove(slot)
+            made = self._make(capacity_bytes, meta_bytes)
+            if made is not None:
+                return made
+            with self._changed:
+                self._count -= 1
+                self._warn(
+                    f"{capacity_bytes} bytes of shared memory are not there: "
+                    + (
+                        f"{self._count} checkpoints may be under way instead of one more"
+                        if self._count
+                        else "each save blocks training until it is durable"
+                    )
+                    + "; give the container more (docker: --shm-size), see 'asymcheck doctor'"
+                )
 
     def free(self, slot: Slot) -> None:
         """Give a slot back; any thread may."""
+        slot.state = SlotState.FREE
         with self._changed:
-            self._free.append(slot)
-            self._changed.notify()
+            if self._closed:
+                self._remove(slot)
+            else:
+                self._free.append(slot)
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Remove the slots that are free; those still under way stay for a hand-over."""
+        with self._changed:
+            while self._free:
+                slot = self._free.pop()
+                if slot is not None:
+                    self._remove(slot)
+            self._closed = True
+
+    def _remove(self, slot: Slot) -> None:
+        self._tokens.discard(slot.token)
+        slot.close(unlink=True)
+
+    def _make(self, capacity_bytes: int, meta_bytes: int) -> Slot | None:
+        if capacity_bytes + meta_bytes > available_bytes():
+            return None
+        for directory in self._directories:
+            self._serial += 1
+            name = slot_name(self._run, self._rank, self._serial)
+            try:
+                slot = Slot.create(directory, name, capacity_bytes, meta_bytes)
+            except OSError as failure:
+                if failure.errno not in _NO_ROOM:
+                    raise
+                continue
+            if directory != self._directories[0]:
+                self._warn(
+                    f"{self._directories[0]} has no room for {capacity_bytes} bytes: memory "
+                    f"without a name is used, so a save under way survives a killed trainer, "
+                    f"but not a killed persister; see 'asymcheck doctor'"
+                )
+            slot.token = self._serial
+            self._tokens.add(slot.token)
+            return slot
+        return None
+
+
+_NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.ENOENT, errno.EACCES, errno.EROFS}
+
+
+def available_bytes() -> int:
+    """Memory that can still be taken on this host and in this container."""
+    room = 1 << 62
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            room = int(line.split()[1]) * 1024
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        numbers = [line for path in (limit, used) for line in _lines(path)[:1]]
+        if len(numbers) == 2 and all(n.isdigit() for n in numbers):
+            room = min(room, int(numbers[0]) - int(numbers[1]))
+    return room
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []

@@ -21,14 +21,15 @@ class Encoded:
     """A chunk ready to be written.
 
     Attributes:
-        at: The range of the image that it holds.
         data: Its stored bytes; borrowed, read before the writer asks for the next chunk.
         codec: How they were made.
+        padded: The same memory with zeros up to the next page, where there is such: it lets
+            a medium write it without a copy.
     """
 
-    at: Extent
     data: Buffer
     codec: str
+    padded: Buffer | None = None
 
 
 def flush(
@@ -76,10 +77,6 @@ def _parts(
 ) -> Iterator[Buffer]:
     offset = 0
     for extent in group:
-        gap = align_up(offset, PAGE_BYTES) - offset
-        if gap:
-            yield _ZEROS[:gap]
-            offset += gap
         encoded = encode(extent)
         size = memoryview(encoded.data).nbytes
         rows.append(
@@ -93,5 +90,14 @@ def _parts(
                 hash=digest(encoded.data),
             )
         )
-        yield encoded.data
-        offset += size
+        if extent is group[-1]:
+            yield encoded.data
+            return
+        offset = align_up(offset + size, PAGE_BYTES)
+        gap = offset - rows[-1].offset - size
+        if encoded.padded is not None:
+            yield encoded.padded
+        else:
+            yield encoded.data
+            if gap:
+                yield _ZEROS[:gap]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import fcntl
 import itertools
 import os
 import shutil
@@ -15,6 +17,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from asymcheck.errors import ObjectNotFound, OptionError, StoreError
+from asymcheck.planning.layout import PAGE_BYTES
 from asymcheck.storage.store import Buffer, Capabilities, Entry, Readable, check_name
 
 TEMP_FOLDER = "tmp"
@@ -35,6 +38,12 @@ class Files:
     def write(self, fd: int, data: memoryview) -> int:
         """Bytes taken, perhaps fewer than given."""
         return os.write(fd, data)
+
+    def set_direct(self, fd: int, direct: bool) -> None:
+        """Let writes to ``fd`` go past the page cache, or through it again."""
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        wanted = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
+        fcntl.fcntl(fd, fcntl.F_SETFL, wanted)
 
     def fsync(self, fd: int) -> None:
         """Make the content of ``fd`` durable."""
@@ -112,6 +121,7 @@ class LocalStore:
         self._files = files or Files()
         self._serial = itertools.count()
         self._token = uuid.uuid4().hex
+        self._direct = hasattr(os, "O_DIRECT")
 
     @property
     def url(self) -> str:
@@ -225,13 +235,7 @@ class LocalStore:
         fd = _in_folder(temp_folder, self._make_folder, lambda: self._files.open_new(temp))
         try:
             try:
-                nbytes = 0
-                for part in parts:
-                    view = memoryview(part).cast("B")
-                    done = 0
-                    while done < len(view):
-                        done += self._files.write(fd, view[done:])
-                    nbytes += done
+                nbytes = self._write_parts(fd, parts)
                 found = os.fstat(fd).st_size
                 if found != nbytes:
                     raise OSError(errno.EIO, f"expected {nbytes} bytes in the file, found {found}")
@@ -245,6 +249,40 @@ class LocalStore:
             raise
         self._files.fsync_dir(path.parent)
         return nbytes
+
+    def _write_parts(self, fd: int, parts: Iterable[Buffer]) -> int:
+        """Write each part in turn; what lies on whole pages goes past the page cache."""
+        at, direct = 0, False
+        for part in parts:
+            view = memoryview(part).cast("B")
+            done = 0
+            while done < len(view):
+                piece = view[done:]
+                whole = self._direct and at % PAGE_BYTES == 0 and _on_page(piece)
+                if whole:
+                    piece = piece[: len(piece) // PAGE_BYTES * PAGE_BYTES]
+                if whole != direct:
+                    direct = self._switch(fd, whole)
+                try:
+                    taken = self._files.write(fd, piece)
+                except OSError as failure:
+                    if not direct or failure.errno != errno.EINVAL:
+                        raise
+                    self._direct = False  # this file system asks for more: go through the cache
+                    continue
+                done += taken
+                at += taken
+        return at
+
+    def _switch(self, fd: int, direct: bool) -> bool:
+        try:
+            self._files.set_direct(fd, direct)
+        except OSError as failure:
+            if not direct or failure.errno != errno.EINVAL:
+                raise
+            self._direct = False
+            return False
+        return direct
 
     def _rename(self, temp: Path, path: Path) -> None:
         self._files.rename(temp, path)
@@ -272,6 +310,13 @@ class LocalStore:
             with suppress(FileExistsError):
                 self._files.mkdir(folder)
             self._files.fsync_dir(folder.parent)
+
+
+def _on_page(view: memoryview) -> bool:
+    """Whether the bytes start on a page of memory, as writes past the page cache need."""
+    if view.readonly or len(view) < PAGE_BYTES:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE_BYTES == 0
 
 
 def _in_folder(folder: Path, make: Callable[[Path], None], action: Callable[[], T]) -> T:

@@ -1,0 +1,151 @@
+"""What a slot holds: written by the trainer, read by whoever persists it. No torch."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asymcheck.planning.layout import Extent
+from asymcheck.planning.retention import CheckpointId
+from asymcheck.storage.index import Leaf
+from asymcheck.storage.sealed import seal, unseal
+
+CANARIES_PER_LEAF = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """Elements of one leaf that are compared.
+
+    Attributes:
+        leaf: Position in the leaves.
+        first: Offset of the first element in the image.
+        stride: Distance of the elements, in bytes.
+        count: How many.
+        itemsize: Bytes of each.
+    """
+
+    leaf: int
+    first: int
+    stride: int
+    count: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return self.count * self.itemsize
+
+
+def place_canary(leaf: int, at: int, nbytes: int, itemsize: int, turn: int) -> Canary:
+    """Spread the canary of a leaf over it; another ``turn`` moves it on.
+
+    Args:
+        leaf: Position in the leaves.
+        at: Offset of the leaf in the image.
+        nbytes: Size of the leaf, at least one element.
+        itemsize: Bytes of an element.
+        turn: Counts the captures.
+    """
+    elements = nbytes // itemsize
+    count = min(CANARIES_PER_LEAF, elements)
+    stride = elements // count
+    # The last leaf element must be reachable: the slack after the last stride rotates too.
+    slack = elements - (count - 1) * stride
+    offset = turn * 2654435761 % slack
+    return Canary(leaf, at + offset * itemsize, stride * itemsize, count, itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A captured state, but for its bytes.
+
+    Attributes:
+        at: The checkpoint that it becomes.
+        leaves: What lies where in the image, ascending.
+        aliases: Further keys of leaves.
+        chunks: Ranges of the image that are stored.
+        metrics: What the caller passed.
+        versions: Libraries that took part.
+        created_s: Wall-clock time of the boundary.
+        boundary_s: Monotonic time of the boundary, the same clock in all processes.
+        canaries: What is compared before the checkpoint is committed.
+    """
+
+    at: CheckpointId
+    leaves: tuple[Leaf, ...]
+    aliases: Mapping[str, str]
+    chunks: tuple[Extent, ...]
+    metrics: Mapping[str, float]
+    versions: Mapping[str, str]
+    created_s: float
+    boundary_s: float
+    canaries: tuple[Canary, ...] = ()
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes to store before encoding."""
+        return sum(c.nbytes for c in self.chunks)
+
+    @property
+    def canary_bytes(self) -> int:
+        """Bytes of all canary values."""
+        return sum(c.nbytes for c in self.canaries)
+
+
+def dump_capture(capture: Capture) -> bytes:
+    """The description as a sealed object."""
+    return seal(
+        {
+            "at": list(capture.at),
+            "leaves": [
+                [x.key, x.dtype, x.shape, x.at, x.nbytes, x.order] for x in capture.leaves
+            ],
+            "aliases": dict(capture.aliases),
+            "chunks": [[c.start, c.stop] for c in capture.chunks],
+            "metrics": {k: struct.pack(">d", v).hex() for k, v in capture.metrics.items()},
+            "versions": dict(capture.versions),
+            "created_s": capture.created_s,
+            "boundary_s": capture.boundary_s,
+            "canaries": [
+                [c.leaf, c.first, c.stride, c.count, c.itemsize] for c in capture.canaries
+            ],
+        }
+    )
+
+
+def parse_capture(data: bytes, where: str) -> Capture:
+    """What ``dump_capture`` wrote; it comes from a file that only this user can write.
+
+    Raises:
+        CorruptCheckpoint: It is damaged.
+    """
+    raw = unseal(data, where)
+    return Capture(
+        at=CheckpointId(*raw["at"]),
+        leaves=tuple(
+            Leaf(key, dtype, tuple(shape), at, nbytes, tuple(order))
+            for key, dtype, shape, at, nbytes, order in raw["leaves"]
+        ),
+        aliases=raw["aliases"],
+        chunks=tuple(Extent(*c) for c in raw["chunks"]),
+        metrics={k: struct.unpack(">d", bytes.fromhex(v))[0] for k, v in raw["metrics"].items()},
+        versions=raw["versions"],
+        created_s=raw["created_s"],
+        boundary_s=raw["boundary_s"],
+        canaries=tuple(Canary(*c) for c in raw["canaries"]),
+    )
+
+
+def find_torn_leaf(capture: Capture, image: memoryview, canaries: memoryview) -> str | None:
+    """Key of a leaf whose copy differs from what was live at the boundary, if there is one."""
+    at = 0
+    for canary in capture.canaries:
+        for i in range(canary.count):
+            spot = canary.first + i * canary.stride
+            value = image[spot : spot + canary.itemsize]
+            if value != canaries[at : at + canary.itemsize]:
+                return capture.leaves[canary.leaf].key
+            at += canary.itemsize
+    return None

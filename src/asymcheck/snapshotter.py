@@ -1,0 +1,367 @@
+"""Keeps the promise: what is saved was live after update k and before update k+1.
+
+Owns the slots, the copying thread, the fence and the persister of one training process. All
+public calls come from the training thread.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Literal
+
+import numpy as np
+import torch
+
+from asymcheck.capture import Capture, dump_capture
+from asymcheck.device.fence import UpdateHook
+from asymcheck.device.snapshot import (
+    Copier,
+    LazyCopy,
+    Placed,
+    copy_canaries,
+    copy_eager,
+    place,
+)
+from asymcheck.device.state import State
+from asymcheck.errors import CaptureError, CheckpointWarning, DroppedCheckpoint
+from asymcheck.events import Sink, Span, Stage, timed
+from asymcheck.memory.arena import Arena, NoRoom, Slot, SlotState, capacity_for
+from asymcheck.persist import Durable
+from asymcheck.persister import Persister
+from asymcheck.planning.layout import MiB
+from asymcheck.planning.retention import CheckpointId
+from asymcheck.planning.strategies import Strategy
+
+EAGER_LIMIT_BYTES = 256 * MiB
+_DROPS_BEFORE_BLOCKING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """A durable checkpoint, and what it took.
+
+    Attributes:
+        step: Training step.
+        attempt: The attempt that wrote it.
+        raw_bytes: Bytes captured.
+        eager_bytes: Of them copied at the boundary, on the training thread.
+        stored_bytes: Bytes written.
+        step_stall_s: Seconds that ``step()`` or ``save()`` took.
+        fence_stall_s: Seconds that the next update waited for the copy.
+        copy_s: Seconds of copying behind the training.
+        persist_s: Seconds of hashing, writing and committing, waits included.
+        durable_s: Seconds from the boundary until it was durable.
+        cpu_s: CPU seconds of all background work.
+        lag_steps: Steps that training had gone on when it became durable.
+    """
+
+    step: int
+    attempt: int
+    raw_bytes: int
+    eager_bytes: int
+    stored_bytes: int
+    step_stall_s: float
+    fence_stall_s: float
+    copy_s: float
+    persist_s: float
+    durable_s: float
+    cpu_s: float
+    lag_steps: int
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A save under way.
+
+    Attributes:
+        step: The step saved.
+        captured: Done once the state is copied, or given up.
+        durable: Done once the checkpoint is committed; holds what it took, or the error.
+    """
+
+    step: int
+    captured: Future[None]
+    durable: Future[SaveReport]
+
+
+@dataclass
+class _Active:
+    """The capture between its boundary and its fence."""
+
+    copy: LazyCopy
+    handle: Handle
+    lazily: bool
+    eager_bytes: int
+    step_stall_s: float = 0.0
+    fence_stall_s: float = 0.0
+    dropped: DroppedCheckpoint | None = None
+
+
+class Snapshotter:
+    """Captures the state of one process into slots and hands them to the persister.
+
+    Args:
+        state: What to capture.
+        strategy: How.
+        arena: Gives the slots.
+        persister: Gets them.
+        sink: Receives spans.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        strategy: Strategy,
+        arena: Arena,
+        persister: Persister,
+        sink: Sink,
+    ) -> None:
+        self._state = state
+        self._strategy = strategy
+        self._arena = arena
+        self._persister = persister
+        self._sink = sink
+        self._active: _Active | None = None
+        self._turn = 0
+        self._drops = 0
+        self._blocking = strategy.capture == "blocking"
+        self._warned_of_eager = False
+        self.latest_step = 0
+        self.copier = Copier()
+        self._hook = UpdateHook(self._watched, self.fence)
+
+    def capture(
+        self,
+        at: CheckpointId,
+        metrics: Mapping[str, float],
+        when_full: Literal["wait", "skip", "raise"],
+    ) -> Handle | None:
+        """Capture the state as it is now.
+
+        Blocks while no slot is free (with ``wait``), for the eager leaves, and with blocking
+        capture for all of them.
+
+        Returns:
+            The handle; ``None`` when no slot was free and ``when_full`` is ``skip``.
+
+        Raises:
+            StateError: Something cannot be saved.
+            CaptureError: No slot was free and ``when_full`` is ``raise``.
+        """
+        start_s = perf_counter()
+        self.fence()
+        collected = self._state.collect()
+        self._turn += 1
+        placed = place(collected, self._turn)
+        self._warn_of_eager(placed)
+        described = Capture(
+            at=at,
+            leaves=placed.leaves,
+            aliases=collected.aliases,
+            chunks=placed.layout.chunks,
+            metrics=metrics,
+            versions=_versions(),
+            created_s=time.time(),
+            boundary_s=start_s,
+            canaries=placed.canaries,
+        )
+        slot = self._reserve(described, placed, when_full)
+        if slot is None:
+            return None
+        active = self._begin(described, placed, slot)
+        active.step_stall_s = perf_counter() - start_s
+        self._sink(Span(Stage.STALL, at.step, start_s, active.step_stall_s))
+        return active.handle
+
+    def _reserve(
+        self, described: Capture, placed: Placed, when_full: Literal["wait", "skip", "raise"]
+    ) -> Slot | None:
+        step = described.at.step
+        meta = dump_capture(described)
+        capacity = capacity_for(placed.layout.image_bytes, placed.canary_bytes)
+        slot = self._arena.reserve(
+            capacity, len(meta) + MiB, None if when_full == "wait" else 0.0
+        )
+        if slot is None:
+            why = (
+                f"{self._strategy.admission.max_in_flight} saves are still under way: save less "
+                f"often, or let admission wait"
+            )
+            if when_full == "raise":
+                raise CaptureError(f"step {step}: {why}")
+            self._sink(Span(Stage.CAPTURE, step, perf_counter(), 0.0, error=f"skipped: {why}"))
+            return None
+        slot.begin(placed.layout.image_bytes, placed.canary_bytes, meta)
+        return slot
+
+    def _begin(self, described: Capture, placed: Placed, slot: Slot) -> _Active:
+        step, blocking = described.at.step, self._blocking
+        lazy = any(s.lazy for s in placed.sources)
+        try:
+            with timed(self._sink, Stage.CAPTURE, step, placed.eager_bytes):
+                copy_eager(placed, slot.image, everything=blocking)
+                copy_canaries(placed, slot.canaries)
+            copy = LazyCopy(step, slot, placed)
+        except BaseException:
+            self._arena.free(slot)
+            raise
+        active = _Active(
+            copy,
+            Handle(step, Future(), Future()),
+            lazily=not blocking,
+            eager_bytes=placed.eager_bytes,
+        )
+        self._follow(active, self._persister.begin(slot, step))
+        if blocking or not lazy:
+            slot.copied_bytes = placed.layout.image_bytes
+            slot.state = SlotState.SEALED
+            copy.copied.set()
+            active.handle.captured.set_result(None)
+        else:
+            self.copier.start(copy)
+        # Also a blocking capture is watched, to know when lazy capture may come back.
+        self._active = active if lazy else None
+        return active
+
+    def _follow(self, active: _Active, durable: Future[Durable]) -> None:
+        """Fill the handle's future with what both sides know."""
+
+        def done(future: Future[Durable]) -> None:
+            failure = future.exception()
+            if failure is not None:
+                if isinstance(failure, DroppedCheckpoint):
+                    failure = active.dropped or failure
+                active.handle.durable.set_exception(failure)
+                return
+            found = future.result()
+            active.handle.durable.set_result(
+                SaveReport(
+                    step=found.step,
+                    attempt=found.attempt,
+                    raw_bytes=found.raw_bytes,
+                    eager_bytes=active.eager_bytes,
+                    stored_bytes=found.stored_bytes,
+                    step_stall_s=active.step_stall_s,
+                    fence_stall_s=active.fence_stall_s,
+                    copy_s=active.copy.duration_s,
+                    persist_s=found.persist_s,
+                    durable_s=found.durable_s,
+                    cpu_s=found.cpu_s + active.copy.cpu_s,
+                    lag_steps=max(0, self.latest_step - found.step),
+                )
+            )
+
+        durable.add_done_callback(done)
+
+    # --- fence --------------------------------------------------------------
+
+    def _watched(self) -> frozenset[int]:
+        active = self._active
+        return active.copy.storages if active is not None else frozenset()
+
+    def fence(self) -> None:
+        """Return once no live tensor is being read any more, and seal what was captured.
+
+        Blocks while a copy is under way. A checkpoint whose state changed meanwhile is
+        dropped with a warning.
+        """
+        active, self._active = self._active, None
+        if active is None:
+            return
+        start_s = perf_counter()
+        active.copy.copied.wait()
+        active.fence_stall_s = perf_counter() - start_s
+        self._sink(Span(Stage.FENCE, active.copy.step, start_s, active.fence_stall_s))
+        self._seal(active)
+
+    def settle(self) -> None:
+        """Seal what was captured, when its copy is complete; never blocks."""
+        if self._active is not None and self._active.copy.copied.is_set():
+            self.fence()
+
+    def _seal(self, active: _Active) -> None:
+        copy = active.copy
+        if copy.failure is not None:
+            why, key = f"copying it raised {copy.failure!r}", ""
+        else:
+            key = copy.changed_leaf() or ""
+            why = (
+                f"{key!r} was written to before its copy was complete, by code that is not an "
+                f"optimizer's update: call checkpointer.fence() before such code"
+            )
+        if not active.lazily:
+            # Copied at the boundary, so it is good; was the window after it quiet?
+            if not key and not self._canaries_moved(copy):
+                self._blocking = self._strategy.capture == "blocking"
+                self._drops = 0
+            return
+        if copy.failure is None and not key:
+            copy.slot.copied_bytes = copy.placed.layout.image_bytes
+            copy.slot.state = SlotState.SEALED
+            active.handle.captured.set_result(None)
+            return
+        active.dropped = DroppedCheckpoint(copy.step, key, why)
+        copy.slot.state = SlotState.DROPPED
+        active.handle.captured.set_exception(active.dropped)
+
+    @staticmethod
+    def _canaries_moved(copy: LazyCopy) -> bool:
+        now = memoryview(bytearray(copy.placed.canary_bytes))
+        copy_canaries(copy.placed, now)
+        return now != copy.slot.canaries
+
+    def note_drop(self) -> None:
+        """A checkpoint was dropped: after two in a row capture blocks until a quiet window."""
+        self._drops += 1
+        if self._drops >= _DROPS_BEFORE_BLOCKING and not self._blocking:
+            self._blocking = True
+            warnings.warn(
+                f"{self._drops} checkpoints in a row were dropped: capture blocks training from "
+                f"now on, until the state stays as it is between two updates",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+
+    def note_success(self) -> None:
+        """A checkpoint became durable."""
+        if not self._blocking:
+            self._drops = 0
+
+    def close(self, timeout_s: float) -> bool:
+        """Seal what was captured and wait for the persister; returns whether it was in time."""
+        self.fence()
+        self._hook.close()
+        self.copier.close()
+        in_time = self._persister.close(timeout_s)
+        self._arena.close()
+        return in_time
+
+    def _warn_of_eager(self, placed: Placed) -> None:
+        if placed.eager_bytes <= EAGER_LIMIT_BYTES or self._warned_of_eager or self._blocking:
+            return
+        self._warned_of_eager = True
+        largest = max((s for s in placed.sources if not s.lazy), key=lambda s: s.nbytes)
+        warnings.warn(
+            f"{placed.eager_bytes} bytes are copied on the training thread at each save, the "
+            f"largest is {largest.key!r} with {largest.nbytes} bytes: keep large tensors in "
+            f"parameters or optimizer state, or save them less often",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "asymcheck": importlib.metadata.version("asymcheck"),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+__all__ = ["Callable", "Handle", "NoRoom", "SaveReport", "Snapshotter", "replace"]
