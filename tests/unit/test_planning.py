@@ -330,8 +330,9 @@ def test_an_unknown_strategy_names_the_nearest() -> None:
 
 @pytest.mark.parametrize("wrong", [None, 3, "", "zzz", Strategy, ["naive"]])
 def test_what_is_no_strategy_is_refused_with_the_choices(wrong: object) -> None:
-    with pytest.raises(OptionError, match=r"expected one of \['asymcheck', 'naive'") as caught:
+    with pytest.raises(OptionError, match="strategy: expected one of") as caught:
         resolve(wrong)
+    assert all(repr(name) in str(caught.value) for name in strategies)
     assert "did you mean" not in str(caught.value)
 
 
