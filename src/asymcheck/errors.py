@@ -24,6 +24,15 @@ from collections.abc import Iterable, Sequence
 class CheckpointError(Exception):
     """Base of every error this library raises on purpose."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions are rebuilt by calling the class with ``args``; ours take more than that,
+        # and one that cannot be rebuilt hangs the process pool that it travels through.
+        return _rebuilt, (type(self), self.args), self.__dict__
+
+
+def _rebuilt(kind: type[CheckpointError], args: tuple[object, ...]) -> CheckpointError:
+    return kind.__new__(kind, *args)
+
 
 class OptionError(CheckpointError, ValueError):
     """An argument is wrong; the message names it, what was expected and what was found."""

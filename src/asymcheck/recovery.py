@@ -23,7 +23,8 @@ from asymcheck.events import Stage, timed
 from asymcheck.planning.layout import CHUNK_BYTES
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.index import TREE_KEY, Chunk, Index, Leaf
-from asymcheck.storage.repository import Listing, OpenCheckpoint, Repository
+from asymcheck.storage.reader import OpenCheckpoint
+from asymcheck.storage.repository import Listing, Repository
 
 
 class CheckpointWarning(UserWarning):
@@ -208,14 +209,8 @@ class _Loading:
         )
 
     def _read_tree(self, checkpoint: OpenCheckpoint, index: Index) -> bytes:
-        text = bytearray(tree_leaf_bytes(index))
-        tree = next(leaf for leaf in index.leaves if leaf.key == TREE_KEY)
-        for chunk in index.chunks:
-            if tree.nbytes and chunk.at < tree.stop and tree.at < chunk.stop:
-                raw = self._decoded(checkpoint, index, chunk)
-                lo, hi = max(chunk.at, tree.at), min(chunk.stop, tree.stop)
-                text[lo - tree.at : hi - tree.at] = raw[lo - chunk.at : hi - chunk.at]
-        return bytes(text)
+        tree_leaf_bytes(index)
+        return checkpoint.read_leaf(index, next(x for x in index.leaves if x.key == TREE_KEY))
 
     def _read_leaves(
         self, checkpoint: OpenCheckpoint, index: Index, sinks: Mapping[str, Sequence[Sink]]

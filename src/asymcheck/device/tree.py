@@ -19,6 +19,7 @@ import pathlib
 import random
 import struct
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -80,6 +81,12 @@ class Encoder:
 
     def _encode_compound(self, value: Any, path: str) -> Json:  # noqa: ANN401
         kind = type(value)
+        if isinstance(value, enum.Enum):
+            if kind.__members__.get(value.name) is not value:
+                raise StateError(
+                    path, f"{value!r} is no single member of its enum: store its value"
+                )
+            return {"$enum": [_class_name(kind, path), value.name]}
         if isinstance(value, torch.Tensor):
             row: dict[str, Json] = {"$leaf": self._leaf(path, value)}
             if value.device.type != "cpu":
@@ -181,8 +188,6 @@ def _encode_scalar(value: Any) -> Json:  # noqa: ANN401
         return {"$timedelta": [value.days, value.seconds, value.microseconds]}
     if isinstance(value, pathlib.PurePath):
         return {"$path": str(value)}
-    if isinstance(value, enum.Enum):
-        return {"$enum": [f"{kind.__module__}:{kind.__qualname__}", value.name]}
     return NotImplemented
 
 
@@ -199,7 +204,8 @@ def _find_class(name: str) -> object:
     module, _, qualname = name.partition(":")
     found: object = sys.modules.get(module)
     for part in qualname.split("."):
-        found = getattr(found, part, None)
+        # Not getattr: a module may answer that by importing something.
+        found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
     return found
 
 

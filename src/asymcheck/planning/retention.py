@@ -73,7 +73,8 @@ def _ancestry(attempt: int, parents: Parents) -> list[tuple[int, float]]:
     path: list[tuple[int, float]] = [(attempt, math.inf)]
     parent = parents.get(attempt)
     while parent is not None and parent.attempt < path[-1][0]:
-        path.append((parent.attempt, parent.step))
+        # A branch that began before its parent's own start inherits no more of an older one.
+        path.append((parent.attempt, min(parent.step, path[-1][1])))
         parent = parents.get(parent.attempt)
     return path
 

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from asymcheck.errors import (
     CorruptCheckpoint,
@@ -25,7 +25,6 @@ from asymcheck.errors import (
     StoreError,
     SupersededWriter,
 )
-from asymcheck.planning.layout import PAGE_BYTES, align_up
 from asymcheck.planning.retention import (
     CheckpointId,
     Parents,
@@ -33,7 +32,7 @@ from asymcheck.planning.retention import (
     abandoned_by,
     lineage_of,
 )
-from asymcheck.storage.index import Chunk, Index, Leaf, StoredObject, dump_index, parse_index
+from asymcheck.storage.index import Index, dump_index, parse_index
 from asymcheck.storage.manifest import (
     FORMAT_LINE,
     Attempt,
@@ -54,8 +53,9 @@ from asymcheck.storage.names import (
     parse_name,
     step_folder,
 )
+from asymcheck.storage.reader import OpenCheckpoint, check_indexes, keys_of
 from asymcheck.storage.sealed import Fields, digest, seal, unseal
-from asymcheck.storage.store import Readable, Store, read_all, write_whole
+from asymcheck.storage.store import Store, read_all, write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,16 @@ class Damage:
         where: The object, with the byte offset where one is known.
         why: What is wrong.
         keys: The tensors that are hit.
+        at_byte: Where the chunk that is hit begins in the object.
+        newer: Whether it is intact, and only a newer release can read it.
     """
 
     at: CheckpointId
     where: str
     why: str
     keys: tuple[str, ...] = ()
+    at_byte: int | None = None
+    newer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,10 @@ class Listing:
     damaged: Sequence[Damage]
     foreign: Sequence[CheckpointId]
     leftovers: Sequence[tuple[CheckpointId, str]]
+
+    def leftovers_before(self, attempt: int) -> list[str]:
+        """The left-overs that a writer of ``attempt`` or a later one cannot be working on."""
+        return [name for at, name in self.leftovers if at.attempt < attempt]
 
 
 class Repository:
@@ -121,7 +129,8 @@ class Repository:
             except ObjectNotFound:
                 continue  # removed since it was listed
             except (CorruptCheckpoint, IncompatibleCheckpoint) as failure:
-                damaged.append(Damage(parsed.at, name, str(failure)))
+                newer = isinstance(failure, IncompatibleCheckpoint)
+                damaged.append(Damage(parsed.at, name, str(failure), newer=newer))
                 named.update(n for n in sizes if _same_checkpoint(n, parsed.at))
                 continue
             named.update((name, *(o.name for o in manifest.objects)))
@@ -167,6 +176,10 @@ class Repository:
         name = attempt_name(number)
         return parse_attempt(read_all(self.store, name), name)
 
+    def newest_attempt(self) -> int:
+        """The greatest attempt number that was claimed, 0 where there is none."""
+        return max(self._attempt_numbers(), default=0)
+
     def lineage(self, listing: Listing | None = None) -> list[CheckpointId]:
         """The checkpoints to resume from, oldest first: those that led to the newest one.
 
@@ -198,7 +211,7 @@ class Repository:
                             stored.name, f"hash is {digest(data)}, the manifest says {expected}"
                         )
                     indexes.append(parse_index(data, stored.name))
-                _check_indexes(manifest, indexes)
+                check_indexes(manifest, indexes)
                 packs = {}
                 for pack in manifest.packs:
                     opened = stack.enter_context(self.store.open(pack.name))
@@ -232,11 +245,13 @@ class Repository:
                                 f"{index.packs[chunk.pack].name} at byte {chunk.offset}",
                                 str(failure),
                                 keys_of(index, chunk),
+                                chunk.offset,
                             )
         except CorruptCheckpoint as failure:
             yield Damage(at, failure.where, str(failure))
         except (NoCheckpoint, StoreError, IncompatibleCheckpoint) as failure:
-            yield Damage(at, manifest_name(at), str(failure))
+            newer = isinstance(failure, IncompatibleCheckpoint)
+            yield Damage(at, manifest_name(at), str(failure), newer=newer)
 
     # --- writing ------------------------------------------------------------
 
@@ -250,14 +265,12 @@ class Repository:
             parent: The checkpoint that this attempt continues from.
         """
         while True:
-            number = max(self._attempt_numbers(), default=0) + 1
+            number = self.newest_attempt() + 1
             attempt = Attempt(number, parent, socket.gethostname(), os.getpid(), time.time())
             if self.store.create(attempt_name(number), dump_attempt(attempt)):
                 break
         self.store.sweep()
-        for at, name in self.survey().leftovers:
-            if at.attempt < number:
-                self.store.delete(name)
+        self.remove_leftovers(self.survey(), number)
         return attempt
 
     def check_writer(self, attempt: int) -> None:
@@ -266,7 +279,7 @@ class Repository:
         Raises:
             SupersededWriter: One has.
         """
-        newest = max(self._attempt_numbers(), default=0)
+        newest = self.newest_attempt()
         if newest <= attempt:
             return
         try:
@@ -326,6 +339,13 @@ class Repository:
             self.store.delete(manifest_name(at))
             self._condemned += [o.name for o in listing.committed[at].objects]
 
+    def remove_leftovers(self, listing: Listing, before: int) -> list[str]:
+        """Remove the left-overs of attempts older than ``before``; returns their names."""
+        names = listing.leftovers_before(before)
+        for name in names:
+            self.store.delete(name)
+        return names
+
     def discard(self, at: CheckpointId) -> None:
         """Remove every object of a checkpoint that could not be committed."""
         names = [e.name for e in self.store.list(step_folder(at.step))]
@@ -342,60 +362,6 @@ class Repository:
     def _attempt_numbers(self) -> list[int]:
         names = (e.name.rpartition("/")[2] for e in self.store.list(ATTEMPTS_FOLDER))
         return [int(n) for n in names if n.isascii() and n.isdigit()]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenCheckpoint:
-    """A checkpoint with every object open.
-
-    Attributes:
-        manifest: Its manifest.
-        indexes: The index of each rank.
-    """
-
-    manifest: Manifest
-    indexes: tuple[Index, ...]
-    _packs: Mapping[str, Readable] = field(repr=False)
-
-    def read(self, index: Index, chunk: Chunk, into: memoryview) -> None:
-        """Fill ``into`` with the stored bytes of a chunk and check them; blocks.
-
-        Args:
-            index: The rank's index that lists the chunk.
-            chunk: The chunk.
-            into: Exactly ``chunk.stored_bytes`` long; on an error its content is undefined.
-
-        Raises:
-            CorruptCheckpoint: The bytes are not those that were committed.
-            StoreError: The medium failed.
-        """
-        pack = index.packs[chunk.pack]
-        opened = self._packs[pack.name]
-        opened.readinto(chunk.offset, into)
-        found = digest(into)
-        where = f"{pack.name} at byte {chunk.offset}"
-        if found != chunk.hash:
-            raise CorruptCheckpoint(
-                where,
-                f"hash of {chunk.stored_bytes} bytes is {found}, expected {chunk.hash}; "
-                f"hit: {', '.join(keys_of(index, chunk))}",
-            )
-        end = chunk.offset + chunk.stored_bytes
-        gap = bytearray(min(align_up(end, PAGE_BYTES), pack.nbytes) - end)
-        if gap:
-            opened.readinto(end, memoryview(gap))
-            if any(gap):
-                raise CorruptCheckpoint(where, f"the gap after byte {end} is not zero")
-
-
-def keys_of(index: Index, chunk: Chunk) -> tuple[str, ...]:
-    """Keys of the leaves with bytes in ``chunk``; the tree appears as ``(state)``."""
-    hit = (x for x in index.leaves if x.nbytes and x.at < chunk.stop and chunk.at < x.stop)
-    return tuple(_spoken(leaf) for leaf in hit)
-
-
-def _spoken(leaf: Leaf) -> str:
-    return leaf.key or "(state)"
 
 
 def _room(buffer: bytearray, nbytes: int) -> bytearray:
@@ -415,23 +381,6 @@ def _wrong_length(manifest: Manifest, sizes: Mapping[str, int]) -> Damage | None
             why = f"{stored.name} {state}, the manifest says {stored.nbytes} bytes"
             return Damage(manifest.at, stored.name, why)
     return None
-
-
-def _check_indexes(manifest: Manifest, indexes: Sequence[Index]) -> None:
-    packs: list[StoredObject] = []
-    for rank, index in enumerate(indexes):
-        if (index.run, index.at, index.rank) != (manifest.run, manifest.at, rank):
-            raise CorruptCheckpoint(
-                index_name(manifest.at, rank), "it is the index of another run, step or rank"
-            )
-        if index.world != len(indexes):
-            raise CorruptCheckpoint(
-                index_name(manifest.at, rank),
-                f"made in a world of {index.world}, the manifest lists {len(indexes)}",
-            )
-        packs += index.packs
-    if tuple(packs) != manifest.packs:
-        raise CorruptCheckpoint(manifest_name(manifest.at), "its packs are not its indexes' packs")
 
 
 # --- opening ----------------------------------------------------------------

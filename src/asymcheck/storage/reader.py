@@ -1,0 +1,109 @@
+"""A checkpoint that is open for reading: every byte is checked before it is handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from asymcheck.errors import CorruptCheckpoint
+from asymcheck.planning.layout import PAGE_BYTES, align_up
+from asymcheck.storage.index import Chunk, Index, Leaf, StoredObject, chunks_of
+from asymcheck.storage.manifest import Manifest
+from asymcheck.storage.names import index_name, manifest_name
+from asymcheck.storage.sealed import digest
+from asymcheck.storage.store import Readable
+
+_SPOKEN_KEYS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCheckpoint:
+    """A checkpoint with every object open.
+
+    Attributes:
+        manifest: Its manifest.
+        indexes: The index of each rank.
+    """
+
+    manifest: Manifest
+    indexes: tuple[Index, ...]
+    _packs: Mapping[str, Readable] = field(repr=False)
+
+    def read(self, index: Index, chunk: Chunk, into: memoryview) -> None:
+        """Fill ``into`` with the stored bytes of a chunk and check them; blocks.
+
+        Args:
+            index: The rank's index that lists the chunk.
+            chunk: The chunk.
+            into: Exactly ``chunk.stored_bytes`` long; on an error its content is undefined.
+
+        Raises:
+            CorruptCheckpoint: The bytes are not those that were committed.
+            StoreError: The medium failed.
+        """
+        pack = index.packs[chunk.pack]
+        opened = self._packs[pack.name]
+        opened.readinto(chunk.offset, into)
+        found = digest(into)
+        where = f"{pack.name} at byte {chunk.offset}"
+        if found != chunk.hash:
+            raise CorruptCheckpoint(
+                where,
+                f"hash of {chunk.stored_bytes} bytes is {found}, expected {chunk.hash}; "
+                f"hit: {spoken(keys_of(index, chunk))}",
+            )
+        end = chunk.offset + chunk.stored_bytes
+        gap = bytearray(min(align_up(end, PAGE_BYTES), pack.nbytes) - end)
+        if gap:
+            opened.readinto(end, memoryview(gap))
+            if any(gap):
+                raise CorruptCheckpoint(where, f"the gap after byte {end} is not zero")
+
+    def read_leaf(self, index: Index, leaf: Leaf) -> bytes:
+        """The raw bytes of one leaf; for small ones. Blocks.
+
+        Raises:
+            CorruptCheckpoint: The bytes are not those that were committed.
+            StoreError: The medium failed.
+        """
+        data = bytearray(leaf.nbytes)
+        for chunk in chunks_of(leaf, index.chunks):
+            raw = memoryview(bytearray(chunk.stored_bytes))
+            self.read(index, chunk, raw)
+            lo, hi = max(chunk.at, leaf.at), min(chunk.stop, leaf.stop)
+            data[lo - leaf.at : hi - leaf.at] = raw[lo - chunk.at : hi - chunk.at]
+        return bytes(data)
+
+
+def keys_of(index: Index, chunk: Chunk) -> tuple[str, ...]:
+    """Keys of the leaves with bytes in ``chunk``; the tree appears as ``(state)``."""
+    hit = (x for x in index.leaves if x.nbytes and x.at < chunk.stop and chunk.at < x.stop)
+    return tuple(leaf.key or "(state)" for leaf in hit)
+
+
+def spoken(keys: Sequence[str]) -> str:
+    """A few of the keys, and how many more there are: a chunk may hold tens of thousands."""
+    more = len(keys) - _SPOKEN_KEYS
+    return ", ".join(keys[:_SPOKEN_KEYS]) + (f" and {more} more" if more > 0 else "")
+
+
+def check_indexes(manifest: Manifest, indexes: Sequence[Index]) -> None:
+    """Check that the indexes are those of the manifest, and list its packs.
+
+    Raises:
+        CorruptCheckpoint: They do not belong together.
+    """
+    packs: list[StoredObject] = []
+    for rank, index in enumerate(indexes):
+        if (index.run, index.at, index.rank) != (manifest.run, manifest.at, rank):
+            raise CorruptCheckpoint(
+                index_name(manifest.at, rank), "it is the index of another run, step or rank"
+            )
+        if index.world != len(indexes):
+            raise CorruptCheckpoint(
+                index_name(manifest.at, rank),
+                f"made in a world of {index.world}, the manifest lists {len(indexes)}",
+            )
+        packs += index.packs
+    if tuple(packs) != manifest.packs:
+        raise CorruptCheckpoint(manifest_name(manifest.at), "its packs are not its indexes' packs")
