@@ -138,6 +138,10 @@ class IncompatibleCheckpoint(RecoveryError):
         self.mismatched = tuple(mismatched)
 
 
+class CheckpointWarning(UserWarning):
+    """Something about a checkpoint that the user should know and that was survived."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A clause such as ``; did you mean 'naive'?``, empty where nothing is close."""
     close = difflib.get_close_matches(name, list(known), n=1)

@@ -14,12 +14,14 @@ class Stage(StrEnum):
 
     PLAN = "plan"
     CAPTURE = "capture"
+    COPY = "copy"
     ENCODE = "encode"
     FLUSH = "flush"
     COMMIT = "commit"
     RETAIN = "retain"
     RESTORE = "restore"
     STALL = "stall"
+    FENCE = "fence"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,6 @@ from asymcheck.planning.layout import PAGE_BYTES, Extent, align_up
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.flush import Encoded, flush
 from asymcheck.storage.index import Index
-from asymcheck.storage.manifest import Manifest
 from asymcheck.storage.repository import Repository
 from asymcheck.storage.store import open_store
 
@@ -88,28 +87,57 @@ def persist(
         StoreError: The medium failed or is too full.
         SupersededWriter: A newer attempt has claimed the root.
     """
-    start_s, cpu_s = perf_counter(), process_time()
     capture = parse_capture(slot.meta, f"slot {slot.path or '(no name)'}")
-    at, image = capture.at, slot.image
+    image = slot.image
 
     def encode(extent: Extent) -> Encoded:
         _await(slot, capture, trainer_is_alive, extent.stop)
         padded = image[extent.start : align_up(extent.stop, PAGE_BYTES)]
         return Encoded(padded[: extent.nbytes], "raw", padded)
 
-    try:
-        _check_room(repository, capture)
-        with timed(sink, Stage.FLUSH, at.step, capture.raw_bytes):
-            chunks, packs = flush(repository.store, at, 0, capture.chunks, encode)
-            _await(slot, capture, trainer_is_alive, None)
+    def check() -> None:
+        _await(slot, capture, trainer_is_alive, None)
         torn = find_torn_leaf(capture, image, slot.canaries)
         if torn is not None:
             raise DroppedCheckpoint(
-                at.step,
+                capture.at.step,
                 torn,
                 f"{torn!r} changed while it was copied, without a word to the library: call "
                 f"checkpointer.fence() before code that writes parameters by hand",
             )
+
+    return write_checkpoint(repository, capture, encode, check, retention, sink)
+
+
+def write_checkpoint(
+    repository: Repository,
+    capture: Capture,
+    encode: Callable[[Extent], Encoded],
+    check: Callable[[], None],
+    retention: Retention,
+    sink: Sink,
+) -> Durable:
+    """Flush and commit what ``encode`` gives; blocks.
+
+    Args:
+        repository: Where to.
+        capture: What it is.
+        encode: Gives each chunk, in order.
+        check: Called once everything is flushed; raises when it must not be committed.
+        retention: Applied after the commit.
+        sink: Receives spans.
+
+    Raises:
+        CheckpointError: Nothing was committed, and what was written is removed again as far
+            as the store lets it.
+    """
+    start_s, cpu_s = perf_counter(), process_time()
+    at = capture.at
+    try:
+        _check_room(repository, capture)
+        with timed(sink, Stage.FLUSH, at.step, capture.raw_bytes):
+            chunks, packs = flush(repository.store, at, 0, capture.chunks, encode)
+            check()
         index = Index(
             run=repository.run,
             at=at,
@@ -123,34 +151,21 @@ def persist(
             chunks=tuple(chunks),
             packs=tuple(packs),
         )
-        return _commit(repository, index, capture, retention, sink, start_s, cpu_s)
+        with timed(sink, Stage.COMMIT, at.step):
+            manifest = repository.commit(index)
     except BaseException:
         _discard(repository, at)
         raise
-
-
-def _commit(
-    repository: Repository,
-    index: Index,
-    capture: Capture,
-    retention: Retention,
-    sink: Sink,
-    start_s: float,
-    cpu_s: float,
-) -> Durable:
-    step = index.at.step
-    with timed(sink, Stage.COMMIT, step):
-        manifest: Manifest = repository.commit(index)
     done_s = perf_counter()
-    with timed(sink, Stage.RETAIN, step):
+    with timed(sink, Stage.RETAIN, at.step):
         try:
-            repository.retain(index.at, retention)
+            repository.retain(at, retention)
         except StoreError as failure:
             # The checkpoint stands; what could not be removed goes with a later commit.
-            _log.warning("step %d: retention failed: %s", step, failure)
+            _log.warning("step %d: retention failed: %s", at.step, failure)
     return Durable(
-        step=step,
-        attempt=index.at.attempt,
+        step=at.step,
+        attempt=at.attempt,
         raw_bytes=capture.raw_bytes,
         stored_bytes=manifest.stored_bytes,
         persist_s=done_s - start_s,
@@ -290,8 +305,8 @@ class _Worker:
         except CheckpointError as failure:
             self._send({"failed": describe_error(failure)})
         else:
+            slot.state = SlotState.FREE  # before the report: after it the trainer may reuse it
             self._send({"done": asdict(durable)})
-            slot.state = SlotState.FREE
 
     def _report(self, span: Span) -> None:
         self._send({"span": [*astuple(span)]})

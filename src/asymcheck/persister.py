@@ -33,8 +33,8 @@ class Persister(Protocol):
     """Takes slots to committed checkpoints, in the order in which they come."""
 
     def begin(self, slot: Slot, step: int) -> Future[Durable]:
-        """Queue a slot that is being filled; returns at once. It goes back to the arena when
-        the future is done."""
+        """Queue a slot that is being filled; returns at once. The slot is read until the
+        future is done."""
         ...
 
     def close(self, timeout_s: float) -> bool:
@@ -55,16 +55,12 @@ class PersistThread:
 
     Args:
         repository: Written by this thread alone from now on.
-        arena: Gets each slot back.
         retention: Applied after each commit.
         sink: Receives spans, on this thread.
     """
 
-    def __init__(
-        self, repository: Repository, arena: Arena, retention: Retention, sink: Sink
-    ) -> None:
+    def __init__(self, repository: Repository, retention: Retention, sink: Sink) -> None:
         self._repository = repository
-        self._arena = arena
         self._retention = retention
         self._sink = sink
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -91,9 +87,9 @@ class PersistThread:
                     self._repository, job.slot, self._retention, self._sink, lambda: True
                 )
             except BaseException as failure:  # noqa: BLE001  it is the caller's to see
-                _settle(job, self._arena, failure)
+                _settle(job, failure)
             else:
-                _settle(job, self._arena, durable)
+                _settle(job, durable)
         tidy(self._repository)
 
 
@@ -105,7 +101,7 @@ class PersistProcess:
     Args:
         url: Opens the store in the other process.
         run: Id of the run.
-        arena: Gets each slot back.
+        arena: Where the slots are from.
         retention: Applied after each commit.
         sink: Receives spans, on a thread of this class.
         grace_s: How long an unsealed slot is waited for after SIGTERM.
@@ -226,7 +222,7 @@ class PersistProcess:
             with self._lock:
                 job = self._jobs.popleft()
             told = message.get("failed")
-            _settle(job, self._arena, rebuild_error(told) if told else Durable(**message["done"]))
+            _settle(job, rebuild_error(told) if told else Durable(**message["done"]))
 
     def _replace(self) -> bool:
         """The process is gone: start another for what is left; returns whether there is one."""
@@ -237,7 +233,7 @@ class PersistProcess:
                 return False
             while self._jobs and self._jobs[0].tries >= _TRIES:
                 job = self._jobs.popleft()
-                _settle(job, self._arena, self._given_up(job.step, code))
+                _settle(job, self._given_up(job.step, code))
             if self._closing and not self._jobs:
                 return False
             _log.warning("persister process ended with %d: starting another", code)
@@ -264,8 +260,7 @@ def _this_process() -> tuple[int, int]:
     return me.pid, me.start
 
 
-def _settle(job: _Job, arena: Arena, result: Durable | BaseException) -> None:
-    arena.free(job.slot)
+def _settle(job: _Job, result: Durable | BaseException) -> None:
     if isinstance(result, Durable):
         _log.info(
             "step %d is durable: %d bytes, %.3f s after its boundary",

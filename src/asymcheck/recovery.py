@@ -13,6 +13,7 @@ import numpy as np
 from asymcheck.device.leaves import Sink
 from asymcheck.device.state import RestorePlan, State, tree_leaf_bytes
 from asymcheck.errors import (
+    CheckpointWarning,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
     NoCheckpoint,
@@ -25,10 +26,6 @@ from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.index import TREE_KEY, Chunk, Index, Leaf
 from asymcheck.storage.reader import OpenCheckpoint
 from asymcheck.storage.repository import Listing, Repository
-
-
-class CheckpointWarning(UserWarning):
-    """Something about a checkpoint that the user should know and that was survived."""
 
 
 @dataclass(frozen=True, slots=True)

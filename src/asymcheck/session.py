@@ -2,62 +2,57 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import atexit
+import logging
 import os
-import time
 import warnings
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager
-from dataclasses import dataclass
-from time import monotonic, perf_counter
+from time import monotonic
 from types import TracebackType
 from typing import Any, Literal
 
-import numpy as np
-import torch
-
-from asymcheck.device.snapshot import copy_all, place
 from asymcheck.device.state import State
 from asymcheck.errors import (
     CaptureError,
     CheckpointError,
+    CheckpointWarning,
+    DroppedCheckpoint,
     NoCheckpoint,
     OptionError,
     StoreError,
 )
-from asymcheck.events import Sink, Span, Stage, discard, timed
-from asymcheck.memory.arena import Arena, Slot
-from asymcheck.persist import Durable, PersistThread, Sealed
-from asymcheck.planning.policy import Cadence, EverySeconds, EverySteps, Never
-from asymcheck.planning.retention import CheckpointId, Retention
+from asymcheck.events import Sink, discard
+from asymcheck.handover import take_over
+from asymcheck.memory.arena import Arena
+from asymcheck.options import (
+    make_cadence,
+    make_retention,
+    one_of,
+    read_metrics,
+    refuse_many_ranks,
+)
+from asymcheck.persister import Persister, PersistProcess, PersistThread
+from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.strategies import Strategy, resolve
-from asymcheck.recovery import CheckpointWarning, RestoreReport, TornRestore, restore
+from asymcheck.recovery import RestoreReport, TornRestore, restore
+from asymcheck.snapshotter import Handle, SaveReport, Snapshotter
+from asymcheck.storage.local import LocalStore
 from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.store import Store, open_store
 
+_log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class Handle:
-    """A save under way.
-
-    Attributes:
-        step: The step saved.
-        captured: Done once the state is copied; training may change it from then on.
-        durable: Done once the checkpoint is committed; holds what it took, or the error.
-    """
-
-    step: int
-    captured: Future[None]
-    durable: Future[Durable]
+__all__ = ["Checkpointer", "Handle", "RestoreReport", "SaveReport"]
 
 
 class Checkpointer:
     """Saves and restores the state of one training process.
 
-    All calls come from the training thread. Encoding and writing happen on a thread of the
-    library's own; what fails there is raised by the next call, once.
+    All calls come from the training thread. Parameters and optimizer state are copied behind
+    the next forward and backward pass, and written by a process of the library's own; what
+    fails there is raised by the next call, once.
 
     Args:
         root: A directory, or a URL such as ``memory://name``; a ``Store`` is taken as it is.
@@ -73,6 +68,9 @@ class Checkpointer:
         keep_best: With ``keep_last``: keep also the best so many by ``monitor``.
         monitor: Name of the metric for ``keep_best``.
         mode: Whether a small (``min``) or large (``max``) metric is good.
+        persist: Who writes: a ``process`` that finishes what is sealed although the trainer
+            dies, or a ``thread`` of the trainer. ``auto`` takes a process where another
+            process can open the store.
         on_error: Whether a background failure is raised by the next call or warned of.
         read_only: Never write and never claim the root, as for evaluation beside a training.
         grace_s: How long ``close`` and the exit of the interpreter wait for pending saves.
@@ -97,34 +95,32 @@ class Checkpointer:
         keep_best: int | None = None,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
+        persist: Literal["auto", "process", "thread"] = "auto",
         on_error: Literal["raise", "warn"] = "raise",
         read_only: bool = False,
         grace_s: float = 60.0,
         sink: Sink = discard,
     ) -> None:
-        _refuse_many_ranks()
+        refuse_many_ranks()
         self._strategy = resolve(strategy)
-        self._cadence = _cadence(every_steps, every_seconds)
-        self._retention = _retention(keep_last, keep_every, keep_best, monitor, mode)
-        if on_error not in ("raise", "warn"):
-            raise OptionError(f"on_error: expected 'raise' or 'warn', found {on_error!r}")
-        self._on_error = on_error
+        self._cadence = make_cadence(every_steps, every_seconds)
+        self._retention = make_retention(keep_last, keep_every, keep_best, monitor, mode)
+        self._on_error = one_of("on_error", on_error, ("raise", "warn"))
         self._read_only = read_only
         self._grace_s = grace_s
         self._sink = sink
         self._state = State(state)
         self._store = open_store(os.fspath(root)) if isinstance(root, str | os.PathLike) else root
+        self._persist = _who_persists(persist, root, self._store)
         self._repository = self._open_repository()
-        self._arena = Arena(self._strategy.admission.max_in_flight)
-        self._persister: PersistThread | None = None
+        self._snapshotter: Snapshotter | None = None
         self._attempt: int | None = None
-        self._parent: CheckpointId | None = None
-        self._restored = False
         self._torn = False
         self._closed = False
         self._last_step = 0
         self._last_save_s = monotonic()
         self._unread: list[Handle] = []
+        self._at_exit: Callable[[], None] = lambda: None
         self.report = RestoreReport(step=0)
         """What the latest ``restore`` did."""
 
@@ -160,13 +156,12 @@ class Checkpointer:
             CorruptCheckpoint: There are checkpoints and none is whole.
             IncompatibleCheckpoint: It does not match the live state; nothing was changed.
         """
-        if resume not in ("auto", "must", "never"):
-            raise OptionError(f"resume: expected 'auto', 'must' or 'never', found {resume!r}")
-        if dtype_policy not in ("exact", "cast"):
-            raise OptionError(f"dtype_policy: expected 'exact' or 'cast', found {dtype_policy!r}")
+        one_of("resume", resume, ("auto", "must", "never"))
+        one_of("dtype_policy", dtype_policy, ("exact", "cast"))
         if step is not None and resume == "never":
             raise OptionError("resume: expected 'auto' or 'must' with a step, found 'never'")
         self.wait()
+        self._take_over()
         if resume == "never":
             self.report = RestoreReport(step=0)
         else:
@@ -187,7 +182,6 @@ class Checkpointer:
                 self._torn = True
                 raise
         self._torn = False
-        self._restored = True
         found = self.report
         parent = None if found.attempt is None else CheckpointId(found.attempt, found.step)
         self._start_attempt(parent)
@@ -217,6 +211,7 @@ class Checkpointer:
         Raises:
             CheckpointError: A background failure since the latest call, or as ``save``.
         """
+        self._note_step(step)
         self._surface_errors()
         since_s = monotonic() - self._last_save_s
         if not self._cadence.due(step=step, last_step=self._last_step, since_last_s=since_s):
@@ -263,24 +258,30 @@ class Checkpointer:
                 "or restore() another checkpoint"
             )
         self._surface_errors()
-        start_s = perf_counter()
-        numbers = _read_metrics(metrics)
-        self._take_attempt(step)
-        slot = self._reserve(step, when_full)
-        if slot is None:
+        self._note_step(step)
+        numbers = read_metrics(metrics)
+        attempt = self._take_attempt(step)
+        handle = self._capturing().capture(CheckpointId(attempt, step), numbers, when_full)
+        if handle is None:
             return None
-        handle = self._capture(step, numbers, slot)
+        self._unread.append(handle)
+        self._last_step = step
+        self._last_save_s = monotonic()
         if self._strategy.persist == "before":
             wait_futures([handle.durable])
             self._surface_errors()
-        self._sink(Span(Stage.STALL, step, start_s, perf_counter() - start_s))
         return handle
 
     def fence(self) -> None:
-        """Return once no live tensor is being read any more. Call it before changing
-        parameters by hand; an optimizer's update does not need it.
+        """Return once no live tensor is being read any more; blocks for what is left to copy.
+
+        Call it before changing parameters by hand: swapping weights for an evaluation, a
+        broadcast, an update without an optimizer, the replay of a CUDA graph. An optimizer's
+        ``step()`` does not need it.
         """
         self._check_open()
+        if self._snapshotter is not None:
+            self._snapshotter.fence()
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -300,6 +301,8 @@ class Checkpointer:
         Raises:
             CheckpointError: The first background failure that was not raised yet.
         """
+        if self._snapshotter is not None:
+            self._snapshotter.fence()
         wait_futures([h.durable for h in self._unread], timeout_s)
         self._surface_errors()
         return not self._unread
@@ -312,8 +315,9 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
-        if self._persister is not None:
-            in_time = self._persister.close(self._grace_s)
+        atexit.unregister(self._at_exit)
+        if self._snapshotter is not None:
+            in_time = self._snapshotter.close(self._grace_s)
             self._surface_errors()
             if not in_time:
                 raise StoreError(
@@ -357,16 +361,22 @@ class Checkpointer:
         if self._closed:
             raise OptionError("this Checkpointer is closed")
 
+    def _take_over(self) -> None:
+        """Finish what a dead trainer of this run left in shared memory."""
+        if not self._read_only and self._persist == "process":
+            take_over(self._existing(), self._retention, self._sink, self._grace_s, _warn)
+
     def _start_attempt(self, parent: CheckpointId | None) -> None:
         """Claim an attempt that continues from ``parent``; nothing is pending."""
-        self._parent = parent
         if not self._read_only:
             self._attempt = self._existing().claim(parent).number
+            self._capturing()  # a persister that is started now is there at the first save
 
-    def _take_attempt(self, step: int) -> None:
-        """Make sure that ``(attempt, step)`` is an identity that was never used."""
+    def _take_attempt(self, step: int) -> int:
+        """The attempt to save under, so that ``(attempt, step)`` was never used."""
         repository = self._existing()
         if self._attempt is None:
+            self._take_over()
             found = repository.lineage()
             if found:
                 raise OptionError(
@@ -382,6 +392,8 @@ class Checkpointer:
             self._start_attempt(before[-1] if before else self._root_parent())
         else:
             repository.check_writer(self._attempt)
+        assert self._attempt is not None
+        return self._attempt
 
     def _root_parent(self) -> CheckpointId | None:
         """Parent of a branch that starts before every checkpoint: step 0 of this attempt, so
@@ -389,126 +401,96 @@ class Checkpointer:
         """
         return None if self._attempt is None else CheckpointId(self._attempt, 0)
 
-    def _reserve(self, step: int, when_full: Literal["wait", "skip", "raise"]) -> Slot | None:
-        slot = self._arena.reserve(None if when_full == "wait" else 0.0)
-        if slot is None:
-            why = (
-                f"{self._strategy.admission.max_in_flight} saves are still under way: save less "
-                f"often, or let admission wait"
+    def _capturing(self) -> Snapshotter:
+        if self._snapshotter is None:
+            self._at_exit = _drain_at_exit(self)
+            repository = self._existing()
+            arena = Arena(repository.run, 0, self._strategy.admission.max_in_flight, _warn)
+            self._snapshotter = Snapshotter(
+                self._state,
+                self._strategy,
+                arena,
+                self._start_persister(repository, arena),
+                repository,
+                self._retention,
+                self._sink,
             )
-            if when_full == "raise":
-                raise CaptureError(f"step {step}: {why}")
-            self._sink(Span(Stage.CAPTURE, step, perf_counter(), 0.0, error=f"skipped: {why}"))
-        return slot
+        return self._snapshotter
 
-    def _capture(self, step: int, metrics: Mapping[str, float], slot: Slot) -> Handle:
-        assert self._attempt is not None
-        captured: Future[None] = Future()
-        try:
-            collected = self._state.collect()
-            placed = place(collected)
-            with timed(self._sink, Stage.CAPTURE, step, placed.layout.image_bytes):
-                slot.grow(placed.layout.image_bytes)
-                copy_all(collected, placed, slot.view)
-        except BaseException:
-            self._arena.free(slot)
-            raise
-        captured.set_result(None)
-        sealed = Sealed(
-            at=CheckpointId(self._attempt, step),
-            slot=slot,
-            leaves=placed.leaves,
-            aliases=collected.aliases,
-            chunks=placed.layout.chunks,
-            metrics=metrics,
-            versions=_versions(),
-            created_s=time.time(),
-            sealed_s=perf_counter(),
+    def _start_persister(self, repository: Repository, arena: Arena) -> Persister:
+        if self._persist == "thread":
+            return PersistThread(repository, self._retention, self._sink)
+        root = self._store.root if isinstance(self._store, LocalStore) else None
+        return PersistProcess(
+            self._store.url,
+            repository.run,
+            arena,
+            self._retention,
+            self._sink,
+            self._grace_s,
+            root / "persist.log" if root is not None else None,
         )
-        if self._persister is None:
-            self._persister = PersistThread(
-                self._existing(), self._arena, self._retention, self._sink, self._grace_s
-            )
-        handle = Handle(step, captured, self._persister.submit(sealed))
-        self._unread.append(handle)
-        self._last_step = step
-        self._last_save_s = monotonic()
-        return handle
+
+    def _note_step(self, step: int) -> None:
+        if self._snapshotter is not None:
+            self._snapshotter.latest_step = step
+            self._snapshotter.settle()
 
     def _surface_errors(self) -> None:
-        """Raise or warn of background failures, each once."""
+        """Raise or warn of background failures, each once; a drop is always a warning."""
         done = [h for h in self._unread if h.durable.done()]
         self._unread = [h for h in self._unread if not h.durable.done()]
-        failures = [e for h in done if (e := h.durable.exception()) is not None]
+        failures = []
+        for handle in done:
+            failure = handle.durable.exception()
+            if isinstance(failure, DroppedCheckpoint):
+                _warn(str(failure))
+                self._capturing().note_drop()
+            elif failure is not None:
+                failures.append(failure)
+            else:
+                self._capturing().note_success()
         if not failures:
             return
         if self._on_error == "warn":
             for failure in failures:
                 notes = "; ".join(getattr(failure, "__notes__", ()))
-                warnings.warn(f"{failure} ({notes})", CheckpointWarning, stacklevel=3)
+                _warn(f"{failure} ({notes})")
             return
         raise failures[0]
 
 
-def _refuse_many_ranks() -> None:
-    dist = torch.distributed
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+def _warn(message: str) -> None:
+    warnings.warn(message, CheckpointWarning, stacklevel=3)
+
+
+def _who_persists(
+    asked: Literal["auto", "process", "thread"], root: object, store: Store
+) -> Literal["process", "thread"]:
+    one_of("persist", asked, ("auto", "process", "thread"))
+    # A store object may hold anything, and memory:// is this process's own.
+    shared = isinstance(root, str | os.PathLike) and "memory:" not in store.url
+    if asked == "auto":
+        return "process" if shared else "thread"
+    if asked == "process" and not shared:
         raise OptionError(
-            f"torch.distributed: this release checkpoints one rank, found a world of "
-            f"{dist.get_world_size()}"
+            f"persist: {store.url} can only be opened by this process, found 'process': use "
+            f"'thread' or 'auto', or give the root as a path or URL"
         )
+    return asked
 
 
-def _cadence(every_steps: int | None, every_seconds: float | None) -> Cadence:
-    if every_steps is not None and every_seconds is not None:
-        raise OptionError("expected every_steps or every_seconds, found both")
-    if every_steps is not None:
-        return EverySteps(every_steps)
-    if every_seconds is not None:
-        return EverySeconds(every_seconds)
-    return Never()
+def _drain_at_exit(checkpointer: Checkpointer) -> Callable[[], None]:
+    """Close at the exit of the interpreter what the script did not close."""
+    pid = os.getpid()
 
-
-def _retention(
-    keep_last: int | None,
-    keep_every: int | None,
-    keep_best: int | None,
-    monitor: str | None,
-    mode: Literal["min", "max"],
-) -> Retention:
-    for name, value in (
-        ("keep_last", keep_last),
-        ("keep_every", keep_every),
-        ("keep_best", keep_best),
-    ):
-        if value is not None and (type(value) is not int or value < 1):
-            raise OptionError(f"{name}: expected an integer from 1 on, found {value!r}")
-    if keep_last is None and (keep_every is not None or keep_best is not None):
-        raise OptionError("keep_last: expected a number with keep_every or keep_best, found None")
-    if (keep_best is None) != (monitor is None):
-        raise OptionError("keep_best and monitor: expected both or neither")
-    if mode not in ("min", "max"):
-        raise OptionError(f"mode: expected 'min' or 'max', found {mode!r}")
-    return Retention(keep_last, keep_every, keep_best, monitor, mode)
-
-
-def _read_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    numbers = {}
-    for name, value in (metrics or {}).items():
-        found = value.detach() if isinstance(value, torch.Tensor) else value
+    def drain() -> None:
+        if os.getpid() != pid:
+            return  # a forked child: not its to close
         try:
-            numbers[str(name)] = float(found)
-        except (TypeError, ValueError, RuntimeError) as bad:
-            raise OptionError(
-                f"metrics[{name!r}]: expected a number or a tensor of one element, found "
-                f"{type(value).__name__}"
-            ) from bad
-    return numbers
+            checkpointer.close()
+        except CheckpointError as failure:
+            _log.error("at exit: %s", failure)  # noqa: TRY400
 
-
-def _versions() -> dict[str, str]:
-    return {
-        "asymcheck": importlib.metadata.version("asymcheck"),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-    }
+    atexit.register(drain)
+    return drain

@@ -7,9 +7,10 @@ public calls come from the training thread.
 from __future__ import annotations
 
 import importlib.metadata
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -26,17 +27,20 @@ from asymcheck.device.snapshot import (
     Placed,
     copy_canaries,
     copy_eager,
+    gather,
     place,
 )
 from asymcheck.device.state import State
-from asymcheck.errors import CaptureError, CheckpointWarning, DroppedCheckpoint
+from asymcheck.errors import CaptureError, CheckpointError, CheckpointWarning, DroppedCheckpoint
 from asymcheck.events import Sink, Span, Stage, timed
 from asymcheck.memory.arena import Arena, NoRoom, Slot, SlotState, capacity_for
-from asymcheck.persist import Durable
+from asymcheck.persist import Durable, write_checkpoint
 from asymcheck.persister import Persister
 from asymcheck.planning.layout import MiB
-from asymcheck.planning.retention import CheckpointId
+from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.strategies import Strategy
+from asymcheck.storage.flush import Encoded
+from asymcheck.storage.repository import Repository
 
 EAGER_LIMIT_BYTES = 256 * MiB
 _DROPS_BEFORE_BLOCKING = 2
@@ -98,6 +102,8 @@ class _Active:
     handle: Handle
     lazily: bool
     eager_bytes: int
+    canaries: bytes
+    uses: int = 2  # the copy and the persister
     step_stall_s: float = 0.0
     fence_stall_s: float = 0.0
     dropped: DroppedCheckpoint | None = None
@@ -111,6 +117,8 @@ class Snapshotter:
         strategy: How.
         arena: Gives the slots.
         persister: Gets them.
+        repository: Written directly when there is no memory for a slot.
+        retention: Applied then.
         sink: Receives spans.
     """
 
@@ -120,15 +128,20 @@ class Snapshotter:
         strategy: Strategy,
         arena: Arena,
         persister: Persister,
+        repository: Repository,
+        retention: Retention,
         sink: Sink,
     ) -> None:
         self._state = state
         self._strategy = strategy
         self._arena = arena
         self._persister = persister
+        self._repository = repository
+        self._retention = retention
         self._sink = sink
         self._active: _Active | None = None
         self._turn = 0
+        self._lock = threading.Lock()
         self._drops = 0
         self._blocking = strategy.capture == "blocking"
         self._warned_of_eager = False
@@ -171,7 +184,10 @@ class Snapshotter:
             boundary_s=start_s,
             canaries=placed.canaries,
         )
-        slot = self._reserve(described, placed, when_full)
+        try:
+            slot = self._reserve(described, placed, when_full)
+        except NoRoom:
+            return self._write_through(described, placed)
         if slot is None:
             return None
         active = self._begin(described, placed, slot)
@@ -200,6 +216,29 @@ class Snapshotter:
         slot.begin(placed.layout.image_bytes, placed.canary_bytes, meta)
         return slot
 
+    def _write_through(self, described: Capture, placed: Placed) -> Handle:
+        """Without memory for a slot: from live memory to the store, before training goes on."""
+        step = described.at.step
+        handle = Handle(step, Future(), Future())
+        with timed(self._sink, Stage.STALL, step):
+            try:
+                found = write_checkpoint(
+                    self._repository,
+                    described,
+                    lambda extent: Encoded(gather(placed, extent), "raw"),
+                    lambda: None,
+                    self._retention,
+                    self._sink,
+                )
+            except CheckpointError as failure:
+                handle.captured.set_exception(failure)
+                handle.durable.set_exception(failure)
+                return handle
+        handle.captured.set_result(None)
+        stall_s = perf_counter() - described.boundary_s
+        handle.durable.set_result(_report(found, placed.eager_bytes, stall_s))
+        return handle
+
     def _begin(self, described: Capture, placed: Placed, slot: Slot) -> _Active:
         step, blocking = described.at.step, self._blocking
         lazy = any(s.lazy for s in placed.sources)
@@ -216,6 +255,7 @@ class Snapshotter:
             Handle(step, Future(), Future()),
             lazily=not blocking,
             eager_bytes=placed.eager_bytes,
+            canaries=bytes(slot.canaries) if blocking else b"",
         )
         self._follow(active, self._persister.begin(slot, step))
         if blocking or not lazy:
@@ -223,6 +263,7 @@ class Snapshotter:
             slot.state = SlotState.SEALED
             copy.copied.set()
             active.handle.captured.set_result(None)
+            self._release(active)
         else:
             self.copier.start(copy)
         # Also a blocking capture is watched, to know when lazy capture may come back.
@@ -233,31 +274,33 @@ class Snapshotter:
         """Fill the handle's future with what both sides know."""
 
         def done(future: Future[Durable]) -> None:
+            self._release(active)
             failure = future.exception()
             if failure is not None:
                 if isinstance(failure, DroppedCheckpoint):
                     failure = active.dropped or failure
                 active.handle.durable.set_exception(failure)
                 return
-            found = future.result()
+            report = _report(future.result(), active.eager_bytes, active.step_stall_s)
             active.handle.durable.set_result(
-                SaveReport(
-                    step=found.step,
-                    attempt=found.attempt,
-                    raw_bytes=found.raw_bytes,
-                    eager_bytes=active.eager_bytes,
-                    stored_bytes=found.stored_bytes,
-                    step_stall_s=active.step_stall_s,
+                replace(
+                    report,
                     fence_stall_s=active.fence_stall_s,
                     copy_s=active.copy.duration_s,
-                    persist_s=found.persist_s,
-                    durable_s=found.durable_s,
-                    cpu_s=found.cpu_s + active.copy.cpu_s,
-                    lag_steps=max(0, self.latest_step - found.step),
+                    cpu_s=report.cpu_s + active.copy.cpu_s,
+                    lag_steps=max(0, self.latest_step - report.step),
                 )
             )
 
         durable.add_done_callback(done)
+
+    def _release(self, active: _Active) -> None:
+        """The slot is free when neither the copy nor the persister uses it any more."""
+        with self._lock:
+            active.uses -= 1
+            unused = active.uses == 0
+        if unused:
+            self._arena.free(active.copy.slot)
 
     # --- fence --------------------------------------------------------------
 
@@ -275,7 +318,11 @@ class Snapshotter:
         if active is None:
             return
         start_s = perf_counter()
-        active.copy.copied.wait()
+        try:
+            active.copy.copied.wait()
+        except BaseException:
+            self._active = active  # interrupted: the next call fences
+            raise
         active.fence_stall_s = perf_counter() - start_s
         self._sink(Span(Stage.FENCE, active.copy.step, start_s, active.fence_stall_s))
         self._seal(active)
@@ -297,24 +344,27 @@ class Snapshotter:
             )
         if not active.lazily:
             # Copied at the boundary, so it is good; was the window after it quiet?
-            if not key and not self._canaries_moved(copy):
+            if self._drops and not key and not self._canaries_moved(active):
                 self._blocking = self._strategy.capture == "blocking"
                 self._drops = 0
             return
+        self._sink(Span(Stage.COPY, copy.step, copy.start_s, copy.duration_s, copy.lazy_bytes))
         if copy.failure is None and not key:
             copy.slot.copied_bytes = copy.placed.layout.image_bytes
             copy.slot.state = SlotState.SEALED
             active.handle.captured.set_result(None)
+            self._release(active)
             return
         active.dropped = DroppedCheckpoint(copy.step, key, why)
         copy.slot.state = SlotState.DROPPED
         active.handle.captured.set_exception(active.dropped)
+        self._release(active)
 
     @staticmethod
-    def _canaries_moved(copy: LazyCopy) -> bool:
-        now = memoryview(bytearray(copy.placed.canary_bytes))
-        copy_canaries(copy.placed, now)
-        return now != copy.slot.canaries
+    def _canaries_moved(active: _Active) -> bool:
+        now = bytearray(active.copy.placed.canary_bytes)
+        copy_canaries(active.copy.placed, memoryview(now))
+        return now != active.canaries
 
     def note_drop(self) -> None:
         """A checkpoint was dropped: after two in a row capture blocks until a quiet window."""
@@ -356,12 +406,26 @@ class Snapshotter:
         )
 
 
+def _report(found: Durable, eager_bytes: int, step_stall_s: float) -> SaveReport:
+    return SaveReport(
+        step=found.step,
+        attempt=found.attempt,
+        raw_bytes=found.raw_bytes,
+        eager_bytes=eager_bytes,
+        stored_bytes=found.stored_bytes,
+        step_stall_s=step_stall_s,
+        fence_stall_s=0.0,
+        copy_s=0.0,
+        persist_s=found.persist_s,
+        durable_s=found.durable_s,
+        cpu_s=found.cpu_s,
+        lag_steps=0,
+    )
+
+
 def _versions() -> dict[str, str]:
     return {
         "asymcheck": importlib.metadata.version("asymcheck"),
         "torch": torch.__version__,
         "numpy": np.__version__,
     }
-
-
-__all__ = ["Callable", "Handle", "NoRoom", "SaveReport", "Snapshotter", "replace"]

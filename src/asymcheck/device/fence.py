@@ -27,7 +27,9 @@ class UpdateHook:
     ) -> None:
         self._watched = watched
         self._fence = fence
-        self._registered = register_optimizer_step_pre_hook(self._before_step)
+        # A compiled update must call it at run time, not bake in what it saw while tracing.
+        hook = torch.compiler.disable(self._before_step)
+        self._registered = register_optimizer_step_pre_hook(hook)
 
     def close(self) -> None:
         """Take the hook away."""

@@ -99,6 +99,27 @@ def copy_eager(placed: Placed, image: memoryview, *, everything: bool = False) -
             source.copy_out(into[extent.start : extent.stop])
 
 
+def gather(placed: Placed, extent: Extent) -> memoryview:
+    """The image's bytes of one chunk, straight from live memory where they lie there; blocks.
+
+    For capture without a slot: at most one chunk is held.
+    """
+    buffer = np.zeros(extent.nbytes, np.uint8)
+    for source, where in zip(placed.sources, placed.extents, strict=True):
+        lo, hi = max(where.start, extent.start), min(where.stop, extent.stop)
+        if lo >= hi:
+            continue
+        if source.lazy:
+            piece = _flat(source)[lo - where.start : hi - where.start]
+            _copy_piece(piece, buffer[lo - extent.start : hi - extent.start])
+        else:
+            whole = np.empty(source.nbytes, np.uint8)
+            source.copy_out(whole)
+            part = whole[lo - where.start : hi - where.start]
+            buffer[lo - extent.start : hi - extent.start] = part
+    return buffer.data
+
+
 def copy_canaries(placed: Placed, into: memoryview) -> None:
     """Copy the canary elements of every lazy leaf; blocks."""
     values = np.frombuffer(into, np.uint8)

@@ -269,6 +269,12 @@ def slots_of(directory: Path, run: str | None = None, rank: int | None = None) -
             yield directory / name
 
 
+def owner_of(path: Path) -> int:
+    """Process number of the trainer that made a slot, from its name."""
+    found = _NAME.match(path.name)
+    return int(found[4]) if found else 0
+
+
 class NoRoom(Exception):  # noqa: N818  a condition that the session answers, never the user
     """There is not even memory for one slot."""
 

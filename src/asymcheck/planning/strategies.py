@@ -15,18 +15,21 @@ class Strategy:
     """One policy per axis; the stages ask, the policies answer.
 
     Attributes:
+        capture: ``lazy`` copies parameters and optimizer state behind the next forward and
+            backward pass; ``blocking`` copies everything before training goes on.
         persist: ``behind`` lets training go on once the state is copied; ``before`` keeps
             the loop waiting until the checkpoint is durable.
         admission: How many checkpoints may be under way.
     """
 
+    capture: Literal["lazy", "blocking"] = "lazy"
     persist: Literal["behind", "before"] = "behind"
     admission: Admission = Admission()
 
 
 strategies = MappingProxyType(
     {
-        "naive": Strategy(persist="before"),
+        "naive": Strategy(capture="blocking", persist="before"),
         "asymcheck": Strategy(),
     }
 )
