@@ -7,11 +7,13 @@ import errno
 import fcntl
 import itertools
 import os
+import re
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
@@ -20,7 +22,9 @@ from asymcheck.errors import ObjectNotFound, OptionError, StoreError
 from asymcheck.planning.layout import PAGE_BYTES
 from asymcheck.storage.store import Buffer, Capabilities, Entry, Readable, check_name
 
-TEMP_FOLDER = "tmp"
+TEMP_FOLDER = ".tmp"
+"""No object name starts with a dot, so no object can lie there."""
+_TEMP_NAME = re.compile(r"[0-9a-f]{32}-[0-9]+")
 _RETRY_S = (0.0, 0.01, 0.05, 0.2, 0.5)
 _TRANSIENT = {errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -74,10 +78,15 @@ class Files:
         path.rmdir()
 
     def fsync_dir(self, path: Path) -> None:
-        """Make the names in a directory durable."""
+        """Make the names in a directory durable; where a medium has no such call (some
+        network file systems), its names are as durable as it makes them.
+        """
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
+        except OSError as failure:
+            if failure.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
         finally:
             os.close(fd)
 
@@ -86,7 +95,10 @@ class _OpenFile:
     def __init__(self, path: Path, fd: int) -> None:
         self._path = path
         self._fd = fd
-        self.nbytes = os.fstat(fd).st_size
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise FileNotFoundError(errno.ENOENT, "not a file")
+        self.nbytes = found.st_size
 
     def readinto(self, offset: int, into: memoryview) -> None:
         """See ``Readable``."""
@@ -122,6 +134,7 @@ class LocalStore:
         self._serial = itertools.count()
         self._token = uuid.uuid4().hex
         self._direct = hasattr(os, "O_DIRECT")
+        self._durable: set[Path] = set()  # folders whose names this store has seen synced
 
     @property
     def url(self) -> str:
@@ -131,10 +144,15 @@ class LocalStore:
     def prepare(self) -> None:
         """See ``Store``."""
 
-        def make() -> None:
-            self._make_folder(self.root)
+        def find() -> None:
+            if not self.root.exists():
+                raise FileNotFoundError(errno.ENOENT, "not found")
             if not self.root.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, "not a directory")
+
+        def make() -> None:
+            self._make_folder(self.root)
+            _in_folder(self.root, self._make_folder, find)
 
         _guard("prepare", self.root, make)
 
@@ -156,14 +174,19 @@ class LocalStore:
     def open(self, name: str) -> Iterator[Readable]:
         """See ``Store``."""
         path = self._path(name)
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as failure:
-            raise _store_error("open", path, failure) from failure
-        try:
-            yield _OpenFile(path, fd)
-        finally:
-            os.close(fd)
+        with ExitStack() as stack:
+            try:
+                # Without O_NONBLOCK a named pipe in the place of an object would block for ever.
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                stack.callback(os.close, fd)
+                opened = _OpenFile(path, fd)
+            except NotADirectoryError as failure:
+                if not self.root.is_dir():
+                    raise _store_error("open", path, failure) from failure
+                raise ObjectNotFound(f"open {path}: not found") from None
+            except OSError as failure:
+                raise _store_error("open", path, failure) from failure
+            yield opened
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """See ``Store``."""
@@ -178,13 +201,15 @@ class LocalStore:
         path = self._path(name)
 
         def remove() -> None:
-            with suppress(FileNotFoundError):
+            # Under a file, or a folder itself, there is no object.
+            with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 self._files.unlink(path)
                 self._files.fsync_dir(path.parent)
             if path.parent != self.root:
                 # Another writer may be putting something there: then it stays.
                 with suppress(OSError):
                     self._files.rmdir(path.parent)
+                    self._durable.discard(path.parent)
 
         _guard("delete", path, remove)
 
@@ -193,7 +218,8 @@ class LocalStore:
         temp = self.root / TEMP_FOLDER
 
         def remove() -> int:
-            left = [Path(e.path) for e in os.scandir(temp)] if temp.is_dir() else []
+            found = os.scandir(temp) if temp.is_dir() else ()
+            left = [Path(e.path) for e in found if _TEMP_NAME.fullmatch(e.name)]
             for path in left:
                 with suppress(FileNotFoundError):
                     self._files.unlink(path)
@@ -218,11 +244,11 @@ class LocalStore:
                 raise
             return  # a folder that was removed meanwhile holds nothing
         for entry in found:
-            if entry.name.startswith(".") or (top == self.root and entry.name == TEMP_FOLDER):
+            if entry.name.startswith("."):
                 continue
             if entry.is_dir(follow_symlinks=False):
                 yield from self._walk(Path(entry.path))
-            else:
+            elif entry.is_file():
                 with suppress(FileNotFoundError):
                     name = os.path.relpath(entry.path, self.root)
                     yield Entry(name, entry.stat().st_size)
@@ -232,7 +258,7 @@ class LocalStore:
     ) -> int:
         temp_folder = self.root / TEMP_FOLDER
         temp = temp_folder / f"{self._token}-{next(self._serial)}"
-        fd = _in_folder(temp_folder, self._make_folder, lambda: self._files.open_new(temp))
+        fd = _in_folder(temp_folder, self._make_temp_folder, lambda: self._files.open_new(temp))
         try:
             try:
                 nbytes = self._write_parts(fd, parts)
@@ -242,6 +268,7 @@ class LocalStore:
                 self._files.fsync(fd)
             finally:
                 self._files.close(fd)
+            self._ensure_folder(path.parent)
             _in_folder(path.parent, self._make_folder, lambda: give_name(temp, path))
         except BaseException:
             with suppress(OSError):
@@ -270,6 +297,8 @@ class LocalStore:
                         raise
                     self._direct = False  # this file system asks for more: go through the cache
                     continue
+                if taken < 1:
+                    raise OSError(errno.EIO, "the medium takes no more bytes and says not why")
                 done += taken
                 at += taken
         return at
@@ -300,16 +329,44 @@ class LocalStore:
             return
         self._files.unlink(temp)
 
-    def _make_folder(self, path: Path) -> None:
-        """Make ``path`` and what is missing above it, each durable in its parent."""
-        missing = []
-        while not path.exists():
-            missing.append(path)
-            path = path.parent
-        for folder in reversed(missing):
+    def _make_temp_folder(self, folder: Path) -> None:
+        with suppress(FileExistsError):
+            self._files.mkdir(folder)  # need not be durable
+
+    def _make_folder(self, folder: Path) -> None:
+        self._durable.discard(folder)
+        self._ensure_folder(folder)
+
+    def _ensure_folder(self, folder: Path) -> None:
+        """Make ``folder`` where it is missing, and its name durable.
+
+        Also where it is there already: whoever made it may have been cut off before its name
+        was. Above the root, directories that are there may be of others and closed to us.
+        """
+        if folder in self._durable:
+            return
+        if folder == self.root:
+            missing = list(_missing(folder))
+            there = missing[-1].parent if missing else folder
+            with suppress(OSError):
+                self._files.fsync_dir(there.parent)
+        else:
+            self._ensure_folder(folder.parent)
+            missing = [] if folder.exists() else [folder]
+        for new in reversed(missing):
             with suppress(FileExistsError):
-                self._files.mkdir(folder)
+                self._files.mkdir(new)
+            self._files.fsync_dir(new.parent)
+        if not missing and folder != self.root:
             self._files.fsync_dir(folder.parent)
+        self._durable.add(folder)
+
+
+def _missing(folder: Path) -> Iterator[Path]:
+    """``folder`` and those above it that are not there, the innermost first."""
+    while not folder.exists():
+        yield folder
+        folder = folder.parent
 
 
 def _on_page(view: memoryview) -> bool:
@@ -344,9 +401,11 @@ def _guard(action: str, path: Path, work: Callable[[], T]) -> T:
 
 
 def _store_error(action: str, path: Path, failure: OSError) -> StoreError:
-    if isinstance(failure, FileNotFoundError):
+    if isinstance(failure, FileNotFoundError) and action == "open":
         return ObjectNotFound(f"{action} {path}: not found")
     hints = {
+        errno.ENOENT: "a directory or file was removed meanwhile: was the root moved, or a newer "
+        "job started on it?",
         errno.ENOSPC: "the disk is full: free some space or lower keep_last; "
         "the next save works once there is room",
         errno.EDQUOT: "the quota is used up: free some space or lower keep_last",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from urllib.parse import quote
 
 from asymcheck.errors import ObjectNotFound, OptionError, StoreError
 from asymcheck.storage.store import Buffer, Capabilities, Entry, Readable, check_name
@@ -46,16 +47,19 @@ class MemoryStore:
     @property
     def url(self) -> str:
         """See ``Store``."""
-        return f"memory://{self._name}"
+        return f"memory://{quote(self._name)}"
 
     def prepare(self) -> None:
         """See ``Store``."""
 
     def write(self, name: str, parts: Iterable[Buffer]) -> int:
         """See ``Store``."""
-        data = b"".join(memoryview(p).cast("B") for p in parts)
+        check_name(name)
+        data = bytearray()
+        for part in parts:  # one at a time: they may share one buffer
+            data += memoryview(part).cast("B")
         with self._lock:
-            self._objects[check_name(name)] = data
+            self._objects[name] = bytes(data)
         return len(data)
 
     def create(self, name: str, data: Buffer) -> bool:

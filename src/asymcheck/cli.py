@@ -1,0 +1,499 @@
+"""The command line: what is there, what is in it, is it whole, what may go.
+
+Nothing here needs torch. Text for people goes to standard output, one JSON object with
+``--json``; errors are one message on standard error. The exit status is 0 when all is well,
+1 when something is damaged or missing, 2 when the command cannot be run as given.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, ParamSpec
+
+import typer
+
+from asymcheck.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, OptionError
+from asymcheck.planning.retention import CheckpointId, Retention
+from asymcheck.rendering import (
+    metrics_text,
+    plain,
+    prepare_streams,
+    show_line,
+    size_text,
+    table_text,
+    time_text,
+    tree_lines,
+)
+from asymcheck.storage.index import TREE_KEY, Index
+from asymcheck.storage.manifest import Manifest
+from asymcheck.storage.reader import OpenCheckpoint, spoken
+from asymcheck.storage.repository import Damage, Repository, open_repository
+from asymcheck.storage.sealed import dump_metric
+from asymcheck.storage.store import open_store
+from asymcheck.upkeep import (
+    PrunePlan,
+    Row,
+    Wanted,
+    choose,
+    damaged_attempts,
+    examine,
+    none_such,
+    plan_prune,
+    rows_of,
+    say,
+    why_of,
+)
+from asymcheck.upkeep import prune as remove
+
+P = ParamSpec("P")
+
+DAMAGED_OR_MISSING = 1
+USAGE = 2
+_STATE_LINES = 60
+
+app = typer.Typer(
+    name="asymcheck",
+    help="Look after the checkpoints of a training run.\n\n"
+    "Exit status: 0 all is well, 1 something is damaged or missing, 2 wrong usage.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Root = Annotated[
+    str, typer.Argument(metavar="ROOT", help="A directory, or a URL such as file:///runs/a.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def _reported(command: Callable[P, None]) -> Callable[P, None]:
+    """Turn a library error into one message and an exit status."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        prepare_streams()
+        try:
+            command(*args, **kwargs)
+        except CheckpointError as failure:
+            message = "\n".join(map(plain, str(failure).splitlines()))
+            typer.echo(f"asymcheck: {message}", err=True)
+            usage = isinstance(failure, OptionError)
+            raise typer.Exit(USAGE if usage else DAMAGED_OR_MISSING) from None
+
+    return wrapped
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(importlib.metadata.version("asymcheck"))
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Say which."),
+    ] = False,
+) -> None:
+    pass
+
+
+def _open(root: str) -> Repository:
+    return open_repository(open_store(root))
+
+
+# --- ls ---------------------------------------------------------------------
+
+
+@app.command()
+@_reported
+def ls(root: Root, as_json: Json = False) -> None:
+    """List the checkpoints under ROOT, oldest first.
+
+    States: 'newest' is what restore() loads, 'ok' led to it, 'abandoned' lies on a branch
+    that was left by going back, 'separate' belongs to another start from nothing, 'foreign'
+    to another run, 'damaged' is no checkpoint any more, 'newer' needs a newer release. Only
+    lengths are looked at; 'verify' reads every byte.
+    """
+    repository = _open(root)
+    listing = repository.survey()
+    rows = rows_of(repository, listing)
+    if as_json:
+        _print_json(
+            repository,
+            newest=_id(max(listing.committed)) if listing.committed else None,
+            checkpoints=[_row_json(row) for row in rows],
+            leftovers=[{**_id(at), "name": name} for at, name in listing.leftovers],
+        )
+    else:
+        _print_listing(rows, len(listing.leftovers))
+    if not listing.committed:
+        raise NoCheckpoint(f"{repository.store.url}: there is no checkpoint of this run")
+    if listing.damaged:
+        raise typer.Exit(DAMAGED_OR_MISSING)
+
+
+def _print_listing(rows: Sequence[Row], leftovers: int) -> None:
+    if rows:
+        columns = (">step", ">attempt", "when", ">stored", "state", "metrics")
+        show_line(table_text(columns, [_row_cells(row) for row in rows]))
+    for row in rows:
+        if row.why is not None:
+            show_line(f"{say(row.at)}: {plain(row.why)}")
+    if leftovers:
+        show_line(
+            f"{leftovers} left-over objects of saves that were not committed; those of earlier "
+            f"attempts go at the next start of the job or with 'asymcheck prune --leftovers'"
+        )
+
+
+def _row_cells(row: Row) -> list[str]:
+    found = row.manifest
+    return [
+        str(row.at.step),
+        str(row.at.attempt),
+        "-" if found is None else time_text(found.created_s),
+        "-" if found is None else size_text(found.stored_bytes),
+        row.standing,
+        "" if found is None else metrics_text(found.metrics),
+    ]
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    found = row.manifest
+    return {
+        **_id(row.at),
+        "state": row.standing,
+        "created_s": None if found is None else dump_metric(found.created_s),
+        "stored_bytes": None if found is None else found.stored_bytes,
+        "metrics": {} if found is None else _metrics_json(found.metrics),
+        "why": row.why,
+    }
+
+
+# --- show -------------------------------------------------------------------
+
+
+@app.command()
+@_reported
+def show(
+    root: Root,
+    step: Annotated[int | None, typer.Option(help="Which; the newest otherwise.")] = None,
+    attempt: Annotated[int | None, typer.Option(help="Of which attempt.")] = None,
+    match: Annotated[str | None, typer.Option(help="Only keys that match this glob.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a checkpoint holds.
+
+    Tensors, aliases, versions, metrics and, abbreviated, every plain value of the state.
+    """
+    repository = _open(root)
+    at = choose(repository, repository.survey(), step, attempt)
+    state: dict[str, Any] | None = None
+    problem: CorruptCheckpoint | None = None
+    with repository.open(at) as checkpoint:
+        try:
+            state = _read_state(checkpoint)
+        except CorruptCheckpoint as failure:
+            problem = failure  # the tensors can be listed all the same
+    indexes, pattern = checkpoint.indexes, match or "*"
+    tensors = [t for i in indexes for t in _tensors(i) if fnmatchcase(t["key"], pattern)]
+    aliases = {
+        alias: key
+        for index in indexes
+        for alias, key in index.aliases.items()
+        if fnmatchcase(alias, pattern) or fnmatchcase(key, pattern)
+    }
+    if as_json:
+        _print_json(
+            repository,
+            **_id(at),
+            created_s=dump_metric(checkpoint.manifest.created_s),
+            metrics=_metrics_json(checkpoint.manifest.metrics),
+            versions=dict(indexes[0].versions),
+            world=len(indexes),
+            stored_bytes=checkpoint.manifest.stored_bytes,
+            packs=[{"name": p.name, "bytes": p.nbytes} for p in checkpoint.manifest.packs],
+            tensors=tensors,
+            aliases=aliases,
+            state=state,
+        )
+    else:
+        _print_facts(repository, checkpoint.manifest, indexes[0])
+        _print_tensors(checkpoint, tensors, aliases)
+        if match is None and state is not None:
+            _print_state(state)
+    if problem is not None:
+        raise problem
+    if match is not None and not tensors and not aliases:
+        raise NoCheckpoint(f"{say(at)}: no key matches {match!r}")
+
+
+def _tensors(index: Index) -> Iterator[dict[str, Any]]:
+    starts, stops = [c.at for c in index.chunks], [c.stop for c in index.chunks]
+    for leaf in index.leaves:
+        if leaf.key != TREE_KEY:
+            chunks = bisect_left(starts, leaf.stop) - bisect_right(stops, leaf.at)
+            yield {
+                "rank": index.rank,
+                "key": leaf.key,
+                "dtype": leaf.dtype,
+                "shape": list(leaf.shape),
+                "bytes": leaf.nbytes,
+                "chunks": chunks if leaf.nbytes else 0,
+            }
+
+
+def _read_state(checkpoint: OpenCheckpoint) -> dict[str, Any]:
+    """The tree of rank 0: every value that is no tensor."""
+    index = checkpoint.indexes[0]
+    for leaf in index.leaves:
+        if leaf.key == TREE_KEY:
+            try:
+                tree = json.loads(checkpoint.read_leaf(index, leaf))
+            except (ValueError, RecursionError) as bad:
+                raise CorruptCheckpoint("(state)", f"not a state tree: {bad}") from None
+            if isinstance(tree, dict):
+                return tree
+    raise CorruptCheckpoint("(state)", "there is no state tree")
+
+
+def _print_facts(repository: Repository, manifest: Manifest, index: Index) -> None:
+    show_line(f"{plain(repository.store.url)}: {say(manifest.at)}, {time_text(manifest.created_s)}")
+    if manifest.metrics:
+        show_line(f"metrics: {metrics_text(manifest.metrics)}")
+    show_line(f"versions: {', '.join(plain(f'{k} {v}') for k, v in index.versions.items())}")
+
+
+def _print_tensors(
+    checkpoint: OpenCheckpoint, tensors: Sequence[Mapping[str, Any]], aliases: Mapping[str, str]
+) -> None:
+    columns = ("key", "dtype", "shape", ">bytes", ">chunks")
+    cells = [[plain(str(row[name.lstrip(">")])) for name in columns] for row in tensors]
+    show_line(table_text(columns, cells))
+    for alias, key in aliases.items():
+        show_line(f"alias: {plain(alias)} is {plain(key)}")
+    stored = checkpoint.manifest.stored_bytes
+    chunks = sum(len(index.chunks) for index in checkpoint.indexes)
+    show_line(
+        f"{len(tensors)} tensors, {size_text(sum(row['bytes'] for row in tensors))}; the "
+        f"checkpoint stores {size_text(stored)}: {chunks} chunks in "
+        f"{len(checkpoint.manifest.packs)} packs"
+    )
+
+
+def _print_state(tree: Mapping[str, Any]) -> None:
+    lines = list(tree_lines(tree))
+    show_line("\nstate without tensors:")
+    for path, text in lines[:_STATE_LINES]:
+        show_line(f"  {path} = {text}")
+    if len(lines) > _STATE_LINES:
+        show_line(f"  … and {len(lines) - _STATE_LINES} more; --json has all of it")
+
+
+# --- verify -----------------------------------------------------------------
+
+
+@app.command()
+@_reported
+def verify(
+    root: Root,
+    step: Annotated[int | None, typer.Option(help="Only checkpoints of this step.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also checkpoints of other runs that lie here.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Read every byte and report damage.
+
+    Names file, tensors and byte offset of each finding. Changes nothing.
+    """
+    repository = _open(root)
+    listing = repository.survey()
+    rows = [
+        row
+        for row in rows_of(repository, listing)
+        if step in (None, row.at.step) and (everything or row.standing != "foreign")
+    ]
+    if not rows:
+        raise none_such(repository, listing, step, None)
+    known = {d.at: d for d in listing.damaged}
+    results: list[dict[str, Any]] = []
+    for row in rows:
+        verdict: str = row.standing
+        findings = [known[row.at]] if row.at in known else []
+        if not findings:
+            verdict, findings = examine(repository, row.at)
+        results.append({**_id(row.at), "state": verdict, "findings": _findings_json(findings)})
+        if not as_json:
+            show_line(f"{verdict:<8} {say(row.at)}")
+            _print_findings(findings)
+    attempts = list(damaged_attempts(repository)) if step is None else []
+    bad_rows = sum(bool(r["findings"]) for r in results)
+    if as_json:
+        _print_json(
+            repository,
+            ok=not bad_rows and not attempts,
+            checkpoints=results,
+            attempts=_findings_json(attempts),
+        )
+    else:
+        for damage in attempts:
+            show_line(f"damaged  record of attempt {damage.at.attempt}")
+            _print_findings([damage])
+        show_line(f"{len(rows)} checkpoints read, {bad_rows} damaged")
+    if bad_rows or attempts:
+        raise typer.Exit(DAMAGED_OR_MISSING)
+
+
+def _findings_json(findings: Sequence[Damage]) -> list[dict[str, Any]]:
+    return [
+        {
+            "object": damage.where.removesuffix(f" at byte {damage.at_byte}"),
+            "offset": damage.at_byte,
+            "keys": list(damage.keys),
+            "why": damage.why,
+        }
+        for damage in findings
+    ]
+
+
+def _print_findings(findings: Sequence[Damage]) -> None:
+    for damage in findings:
+        why = why_of(damage)
+        show_line(f"  {plain(why)}")
+        if damage.keys and spoken(damage.keys) not in why:
+            show_line(f"  tensors: {plain(spoken(damage.keys))}")
+
+
+# --- prune ------------------------------------------------------------------
+
+
+class Mode(StrEnum):
+    """Which metric is good."""
+
+    min = "min"
+    max = "max"
+
+
+@app.command()
+@_reported
+def prune(
+    root: Root,
+    keep_last: Annotated[int | None, typer.Option(min=1, help="Keep the newest so many.")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(min=1, help="Keep also steps that are a multiple of this.")
+    ] = None,
+    keep_best: Annotated[
+        int | None, typer.Option(min=1, help="Keep also the best so many by --monitor.")
+    ] = None,
+    monitor: Annotated[str | None, typer.Option(help="The metric for --keep-best.")] = None,
+    mode: Annotated[Mode, typer.Option(help="Whether a small or large one is good.")] = Mode.min,
+    abandoned: Annotated[
+        bool, typer.Option("--abandoned", help="Remove branches that were left by going back.")
+    ] = False,
+    damaged: Annotated[
+        bool, typer.Option("--damaged", help="Remove what is left of damaged checkpoints.")
+    ] = False,
+    leftovers: Annotated[
+        bool, typer.Option("--leftovers", help="Remove unfinished files of earlier attempts.")
+    ] = False,
+    verify_first: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Read the newest checkpoint before.")
+    ] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove what need not be kept.
+
+    The newest checkpoint stays, and so do the one that the latest attempt continued from, and
+    everything of other runs. A job may be training meanwhile. Nothing is removed when the
+    newest checkpoint turns out to be damaged.
+    """
+    if keep_last is None and (keep_every is not None or keep_best is not None):
+        raise OptionError("--keep-last: expected a number with --keep-every or --keep-best")
+    if (keep_best is None) != (monitor is None):
+        raise OptionError("--keep-best, --monitor: expected both or neither")
+    if keep_last is None and not (abandoned or damaged or leftovers):
+        raise OptionError(
+            "nothing to remove was named: expected --keep-last, --abandoned, --damaged or "
+            "--leftovers"
+        )
+    retention = Retention(keep_last, keep_every, keep_best, monitor, mode.value)
+    wanted = Wanted(retention, abandoned, damaged, leftovers)
+    repository = _open(root)
+    plan = plan_prune(repository, wanted)
+    anything = bool(plan.gone or plan.leftovers)
+    if not as_json:
+        _print_plan(plan)
+    if anything and not dry_run:
+        if not yes:
+            _ask(plan)
+            plan = plan_prune(repository, wanted).agreed(plan)
+        remove(repository, plan, verify=verify_first)
+    if as_json:
+        _print_json(
+            repository,
+            dry_run=dry_run,
+            removed=[{**_id(row.at), "state": row.standing} for row in plan.gone],
+            leftovers=list(plan.leftovers),
+            kept=[{**_id(row.at), "state": row.standing} for row in plan.kept],
+        )
+    elif anything:
+        show_line(f"{'would remove' if dry_run else 'removed'} {_amount(plan)}")
+    else:
+        show_line("nothing to remove")
+
+
+def _print_plan(plan: PrunePlan) -> None:
+    fates = [(row, "stays") for row in plan.kept] + [(row, "goes") for row in plan.gone]
+    if fates:
+        columns = (">step", ">attempt", "when", ">stored", "state", "then")
+        fates.sort(key=lambda pair: pair[0].at)
+        show_line(table_text(columns, [[*_row_cells(row)[:5], fate] for row, fate in fates]))
+    for name in plan.leftovers:
+        show_line(f"left over, goes: {plain(name)}")
+
+
+def _ask(plan: PrunePlan) -> None:
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise OptionError(
+            "standard input is no terminal, so nobody can agree, and nothing was removed: pass "
+            "--yes to remove, or --dry-run to look"
+        )
+    if not typer.confirm(f"Remove {_amount(plan)}?", err=True):
+        typer.echo("nothing was removed", err=True)
+        raise typer.Exit
+
+
+def _amount(plan: PrunePlan) -> str:
+    size = f" ({size_text(plan.stored_bytes)})" if plan.stored_bytes else ""
+    parts = [f"{len(plan.gone)} checkpoints{size}"] if plan.gone else []
+    parts += [f"{len(plan.leftovers)} left-over objects"] if plan.leftovers else []
+    return " and ".join(parts) or "nothing"
+
+
+# --- said the same everywhere -----------------------------------------------
+
+
+def _id(at: CheckpointId) -> dict[str, int]:
+    return {"step": at.step, "attempt": at.attempt}
+
+
+def _metrics_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    return {name: dump_metric(value) for name, value in metrics.items()}
+
+
+def _print_json(repository: Repository, **values: Any) -> None:  # noqa: ANN401
+    whole = {"root": repository.store.url, "run": repository.run, **values}
+    show_line(json.dumps(whole, indent=2, allow_nan=False))

@@ -1,0 +1,172 @@
+"""``asymlab``: train a model, or see a training be killed and resumed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from asymcheck.errors import CheckpointError, OptionError
+from asymcheck_lab.errors import LabError, UsageError
+
+app = typer.Typer(
+    help="Train real models with asymcheck, and see what it costs and what it survives.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+DataOption = Annotated[
+    Path | None,
+    typer.Option("--data", help="A UTF-8 text file [default: text that ships with Python]"),
+]
+SizeOption = Annotated[str, typer.Option("--size", help="Size of the model: demo, tiny")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="For weights, noise and order")]
+ThreadsOption = Annotated[
+    int, typer.Option("--threads", min=1, help="Threads of torch; another number, other bits")
+]
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Argument(help="gpt2")] = "gpt2",
+    size: SizeOption = "demo",
+    data: DataOption = None,
+    steps: Annotated[int, typer.Option(min=1, help="Updates in all")] = 200,
+    run: Annotated[Path, typer.Option(help="Folder for checkpoints, log and result")] = Path(
+        "runs/train"
+    ),
+    root: Annotated[
+        str | None, typer.Option(help="Path or URL for checkpoints [default: RUN/checkpoints]")
+    ] = None,
+    every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints")] = 20,
+    keep_last: Annotated[int, typer.Option(min=1, help="Checkpoints to keep")] = 3,
+    strategy: Annotated[str, typer.Option(help="asymcheck, or a system to compare")] = "asymcheck",
+    checkpoints: Annotated[
+        bool, typer.Option("--checkpoints/--no-checkpoints", help="Save and resume at all")
+    ] = True,
+    log: Annotated[
+        Path | None, typer.Option(help="A JSON line for each step [default: RUN/log.jsonl]")
+    ] = None,
+    result: Annotated[
+        Path | None, typer.Option(help="Cost and final state [default: RUN/result.json]")
+    ] = None,
+    seed: SeedOption = 0,
+    threads: ThreadsOption = 2,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only")] = False,
+) -> None:
+    """Train a model on text. Start the same command again, and it goes on where it was."""
+    with _readable_errors():
+        from asymcheck.planning.strategies import resolve
+        from asymcheck_lab.data import load_text
+        from asymcheck_lab.models import find
+
+        # What can be refused at once is refused before torch and transformers load.
+        find(model, size)
+        resolve(strategy)
+        load_text(data)
+        if root is not None and not checkpoints:
+            raise UsageError("root: expected none with --no-checkpoints, found one")
+
+        from asymcheck_lab.train import Silent, TrainOptions
+        from asymcheck_lab.train import train as run_training
+
+        where = (root or str(run / "checkpoints")) if checkpoints else None
+        options = TrainOptions(
+            model=model,
+            size=size,
+            data=data,
+            steps=steps,
+            root=where,
+            every=every,
+            keep_last=keep_last,
+            strategy=strategy,
+            log=log or run / "log.jsonl",
+            result=result or run / "result.json",
+            seed=seed,
+            threads=threads,
+        )
+        if quiet:
+            run_training(options, Silent())
+            return
+        console = Console()
+        from asymcheck_lab.report import TrainingBar, show_training
+
+        with TrainingBar(console, steps) as bar:
+            ended = run_training(options, bar)
+        show_training(console, options.log, where, ended)
+
+
+@app.command()
+def demo(
+    folder: Annotated[
+        Path, typer.Option("--dir", help="Made anew; only if empty or made by a demo")
+    ] = Path("runs/demo"),
+    size: SizeOption = "demo",
+    data: DataOption = None,
+    steps: Annotated[int, typer.Option(min=1, help="Updates of each training")] = 60,
+    every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints")] = 10,
+    kill_at: Annotated[
+        int, typer.Option(min=1, help="The step in the middle of whose save the kill comes")
+    ] = 30,
+    strategy: Annotated[str, typer.Option(help="asymcheck, or a system to compare")] = "asymcheck",
+    seed: SeedOption = 0,
+    threads: ThreadsOption = 2,
+) -> None:
+    """Train, kill the training in the middle of a save, resume, and prove that nothing changed."""
+    with _readable_errors():
+        from asymcheck.planning.strategies import resolve
+        from asymcheck_lab.data import load_text
+        from asymcheck_lab.demo import DemoOptions, gather, judge, write_report
+        from asymcheck_lab.models import find
+
+        find("gpt2", size)
+        resolve(strategy)
+        load_text(data)
+        options = DemoOptions(
+            folder=folder,
+            size=size,
+            data=data,
+            steps=steps,
+            every=every,
+            kill_at=kill_at,
+            strategy=strategy,
+            seed=seed,
+            threads=threads,
+        )
+        from asymcheck_lab.report import DemoBars, show_demo
+
+        console = Console()
+        with DemoBars(console, steps) as bars:
+            evidence = gather(options, bars)
+        checks = judge(evidence)
+        write_report(folder, evidence, checks)
+        show_demo(console, evidence, checks)
+        if any(check.problems for check in checks):
+            raise typer.Exit(1)
+
+
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    """End with one message on stderr and an exit code, not with a traceback."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
+        try:
+            yield
+        except KeyboardInterrupt:
+            typer.echo("stopped", err=True)
+            raise typer.Exit(130) from None
+        except (LabError, CheckpointError) as failure:
+            # The loader's own words are clearer than the library's about the loader.
+            cause = failure.__cause__
+            shown = cause if isinstance(cause, LabError) else failure
+            typer.echo(f"error: {shown}", err=True)
+            for note in getattr(failure, "__notes__", ()):
+                typer.echo(f"  {note}", err=True)
+            usage = isinstance(shown, UsageError | OptionError)
+            raise typer.Exit(2 if usage else 1) from None

@@ -1,0 +1,399 @@
+"""Trainings that are compared bit for bit: one of them is killed in the middle of a save.
+
+Four processes run one after the other, so that the kill is a real one: without checkpoints;
+with checkpoints; with checkpoints and SIGKILL after half of the bytes of one pack were
+written; and that one started again.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import urlencode
+
+from asymcheck.storage.local import TEMP_FOLDER
+from asymcheck.storage.names import step_folder
+from asymcheck.storage.repository import open_repository
+from asymcheck.storage.store import open_store
+from asymcheck_lab import rundir
+from asymcheck_lab.errors import LabError, RunError, UsageError
+from asymcheck_lab.proof import different_entries, different_losses
+from asymcheck_lab.record import Result, StepRecord, median, read_log, read_result
+
+WITHOUT = "without-checkpoints"
+WHOLE = "uninterrupted"
+CUT = "interrupted"
+
+_POLL_S = 0.1
+_CHILD_LIMIT_S = 600.0
+_TAIL_LINES = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What the demo trains, and when it kills.
+
+    Attributes:
+        folder: Where everything goes.
+        size: Size of the model.
+        data: A UTF-8 file, ``None`` for the text that ships with Python.
+        steps: Updates of each training.
+        every: Steps between two checkpoints.
+        kill_at: The save of this step is cut off in its middle.
+        strategy: Name of the library's strategy.
+        seed: See ``TrainOptions``.
+        threads: See ``TrainOptions``.
+    """
+
+    folder: Path = Path("runs/demo")
+    size: str = "demo"
+    data: Path | None = None
+    steps: int = 60
+    every: int = 10
+    kill_at: int = 30
+    strategy: str = "asymcheck"
+    seed: int = 0
+    threads: int = 2
+
+    def __post_init__(self) -> None:
+        if self.kill_at % self.every or not 2 * self.every <= self.kill_at <= self.steps:
+            raise UsageError(
+                f"kill-at: expected a multiple of every={self.every} from {2 * self.every} to "
+                f"steps={self.steps}, so that a checkpoint stands before it, found {self.kill_at}"
+            )
+
+
+class Progress:
+    """Is told how the demo goes; this one does nothing."""
+
+    def begun(self, title: str) -> None:
+        """A process was started."""
+
+    def stepped(self, record: StepRecord) -> None:
+        """It has done one update."""
+
+    def ended(self, how: str) -> None:
+        """It is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a training that came to its end left.
+
+    Attributes:
+        records: Its steps, in the order in which they were done.
+        result: Its result.
+    """
+
+    records: Sequence[StepRecord]
+    result: Result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Everything that the verdict stands on.
+
+    Attributes:
+        options: What was asked for.
+        without: The training without checkpoints.
+        whole: The uninterrupted one with checkpoints.
+        killed: Steps of the process that was killed.
+        exit_code: Its exit code, negative for a signal.
+        half_written: Bytes that the killed save left without a name.
+        listed: Steps of the checkpoints that there were after the kill.
+        resumed: The process that went on, from its restart to the end.
+        left_over: Bytes without a name at the end.
+    """
+
+    options: DemoOptions
+    without: Trace
+    whole: Trace
+    killed: Sequence[StepRecord]
+    exit_code: int
+    half_written: int
+    listed: Sequence[int]
+    resumed: Trace
+    left_over: int
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One claim, and what speaks against it.
+
+    Attributes:
+        claim: What should hold.
+        problems: Each difference found; empty when it holds.
+    """
+
+    claim: str
+    problems: tuple[str, ...]
+
+
+def gather(options: DemoOptions, progress: Progress) -> Evidence:
+    """Run the four processes; blocks until they are done.
+
+    Raises:
+        LabError: The folder cannot be used, or a process did not do what it should.
+    """
+    rundir.renew(options.folder, [WITHOUT, WHOLE, CUT])
+    without = _complete(options, progress, WITHOUT, "without checkpoints", ["--no-checkpoints"])
+    whole = _complete(options, progress, WHOLE, "with checkpoints", [])
+    root = checkpoints_of(options.folder, CUT)
+    exit_code = _child(
+        options,
+        progress,
+        CUT,
+        f"killed in the save of step {options.kill_at}",
+        ["--root", _killing_url(root, options.kill_at)],
+        output="output-killed.txt",
+    )
+    killed = _records(options.folder / CUT / rundir.LOG)
+    listed = [at.step for at in open_repository(open_store(str(root))).lineage()]
+    half_written = _unnamed_bytes(root)
+    resumed = _complete(
+        options, progress, CUT, "started again", [], already=len(killed), output="output.txt"
+    )
+    return Evidence(
+        options=options,
+        without=without,
+        whole=whole,
+        killed=killed,
+        exit_code=exit_code,
+        half_written=half_written,
+        listed=listed,
+        resumed=resumed,
+        left_over=_unnamed_bytes(root),
+    )
+
+
+def judge(evidence: Evidence) -> list[Check]:
+    """Hold the evidence against every claim."""
+    options, whole, resumed = evidence.options, evidence.whole, evidence.resumed
+    start = resumed.result.resumed_from
+    newest = max(evidence.listed, default=0)
+    full = max((c.stored_bytes for c in whole.result.checkpoints), default=0)
+    later = range(start + 1, options.steps + 1)
+    every_step = range(1, options.steps + 1)
+    before = range(1, max((r.step for r in evidence.killed), default=0) + 1)
+    pieces = len(whole.result.fingerprint)
+    return [
+        Check(
+            f"the process died by SIGKILL in the middle of the save of step {options.kill_at}",
+            _unless(
+                evidence.exit_code == -signal.SIGKILL,
+                f"expected an end by signal {signal.SIGKILL:d}, found exit code "
+                f"{evidence.exit_code}",
+            )
+            + _unless(
+                0 < evidence.half_written < full,
+                f"expected more than 0 and fewer than {full} bytes of an unfinished pack, found "
+                f"{evidence.half_written}",
+            ),
+        ),
+        Check(
+            f"what it left half-written is not listed; step {options.kill_at - options.every} is",
+            _unless(
+                newest == options.kill_at - options.every,
+                f"expected step {options.kill_at - options.every} as the newest, found "
+                f"{list(evidence.listed)}",
+            ),
+        ),
+        Check(
+            f"it went on from step {newest}, the newest checkpoint, and cleaned up",
+            _unless(start == newest, f"expected step {newest}, found step {start}")
+            + _unless(
+                evidence.left_over == 0,
+                f"expected nothing half-written to be left, found {evidence.left_over} bytes",
+            ),
+        ),
+        Check(
+            f"{len(later)} later losses are equal in every bit to the uninterrupted training",
+            tuple(different_losses(whole.records, resumed.records, later))
+            + tuple(different_losses(whole.records, evidence.killed, before)),
+        ),
+        Check(
+            f"{pieces} pieces of the final state are equal in every bit: parameters, optimizer, "
+            f"scheduler, data position, generators",
+            tuple(different_entries(whole.result.fingerprint, resumed.result.fingerprint)),
+        ),
+        Check(
+            "saving changes nothing: the training without checkpoints is equal in every bit too",
+            tuple(different_losses(whole.records, evidence.without.records, every_step))
+            + tuple(
+                different_entries(whole.result.fingerprint, evidence.without.result.fingerprint)
+            ),
+        ),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What checkpoints took, from the uninterrupted training and the restart.
+
+    Attributes:
+        step_s: Median of a step without checkpoints.
+        checkpoints: How many were saved.
+        stall_s: Median of what the loop waited for one.
+        stall_share: All stalls together, as a share of the loop.
+        slowdown: How much longer the steps took than without checkpoints, as a share; the
+            first step of each training is left out.
+        stored_bytes: Median size of one.
+        restore_s: Seconds of the restore.
+    """
+
+    step_s: float
+    checkpoints: int
+    stall_s: float
+    stall_share: float
+    slowdown: float
+    stored_bytes: int
+    restore_s: float
+
+
+def cost_of(evidence: Evidence) -> Cost:
+    """Sum up what the trainings measured."""
+    saved = evidence.whole.result.checkpoints
+    plain = [r.seconds for r in evidence.without.records[1:]]
+    slowed = [r.seconds for r in evidence.whole.records[1:]]
+    return Cost(
+        step_s=median(plain),
+        checkpoints=len(saved),
+        stall_s=median(c.stall_s for c in saved),
+        stall_share=sum(c.stall_s for c in saved) / evidence.whole.result.loop_s,
+        slowdown=sum(slowed) / sum(plain) - 1,
+        stored_bytes=round(median(c.stored_bytes for c in saved)),
+        restore_s=evidence.resumed.result.restore_s,
+    )
+
+
+def write_report(folder: Path, evidence: Evidence, checks: Sequence[Check]) -> None:
+    """Put numbers and verdict into the folder, as JSON.
+
+    Raises:
+        LabError: It cannot be written.
+    """
+    report = {
+        "equal": not any(check.problems for check in checks),
+        "checks": [asdict(check) for check in checks],
+        "steps": evidence.options.steps,
+        "killed_at": evidence.options.kill_at,
+        "resumed_from": evidence.resumed.result.resumed_from,
+        "cost": asdict(cost_of(evidence)),
+    }
+    path = folder / rundir.REPORT
+    try:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except OSError as failure:
+        raise LabError(f"{path}: {failure.strerror}") from failure
+
+
+def checkpoints_of(folder: Path, run: str) -> Path:
+    """Where the checkpoints of a run lie."""
+    return folder / run / rundir.CHECKPOINTS
+
+
+def _unless(holds: bool, problem: str) -> tuple[str, ...]:
+    return () if holds else (problem,)
+
+
+def _killing_url(root: Path, step: int) -> str:
+    fault = {"op": "write", "name": f"{step_folder(step)}/*.pack", "when": "mid", "do": "kill"}
+    return f"faulty+{open_store(str(root)).url}?{urlencode(fault)}"
+
+
+def _unnamed_bytes(root: Path) -> int:
+    temp = root / TEMP_FOLDER
+    return sum(p.stat().st_size for p in temp.iterdir()) if temp.is_dir() else 0
+
+
+def _records(log: Path) -> list[StepRecord]:
+    return read_log(log) if log.exists() else []
+
+
+def _complete(
+    options: DemoOptions,
+    progress: Progress,
+    run: str,
+    title: str,
+    arguments: list[str],
+    *,
+    already: int = 0,
+    output: str = "output.txt",
+) -> Trace:
+    """A process that must come to its end."""
+    code = _child(options, progress, run, title, arguments, already=already, output=output)
+    if code != 0:
+        path = options.folder / run / output
+        tail = path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+        raise RunError(
+            "\n".join([f"training {title!r} ended with exit code {code}; {path} ends:", *tail])
+        )
+    folder = options.folder / run
+    return Trace(_records(folder / rundir.LOG)[already:], read_result(folder / rundir.RESULT))
+
+
+def _child(
+    options: DemoOptions,
+    progress: Progress,
+    run: str,
+    title: str,
+    arguments: list[str],
+    *,
+    already: int = 0,
+    output: str,
+) -> int:
+    """Run one training in a process of its own; returns its exit code."""
+    folder = options.folder / run
+    command = [sys.executable, "-P", "-m", "asymcheck_lab", "train", "gpt2", "--quiet"]
+    for name, value in (
+        ("size", options.size),
+        ("data", options.data),
+        ("steps", options.steps),
+        ("every", options.every),
+        ("strategy", options.strategy),
+        ("seed", options.seed),
+        ("threads", options.threads),
+        ("run", folder),
+    ):
+        if value is not None:
+            command += [f"--{name}", str(value)]
+    progress.begun(title)
+    with (folder / output).open("wb") as sink:
+        process = subprocess.Popen(
+            [*command, *arguments], stdin=subprocess.DEVNULL, stdout=sink, stderr=sink
+        )
+        try:
+            code = _watch(process, folder / rundir.LOG, already, progress.stepped)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    progress.ended(f"signal {-code}" if code < 0 else "done" if code == 0 else f"exit {code}")
+    return code
+
+
+def _watch(
+    process: subprocess.Popen[bytes],
+    log: Path,
+    already: int,
+    stepped: Callable[[StepRecord], None],
+) -> int:
+    until_s = time.monotonic() + _CHILD_LIMIT_S
+    seen = already
+    while True:
+        code = process.poll()
+        records = _records(log)
+        for record in records[seen:]:
+            stepped(record)
+        seen = max(seen, len(records))
+        if code is not None:
+            return code
+        if time.monotonic() > until_s:
+            raise RunError(f"process {process.pid} was still training after {_CHILD_LIMIT_S:.0f} s")
+        time.sleep(_POLL_S)

@@ -1,0 +1,82 @@
+"""A fingerprint of everything that decides how a training goes on.
+
+It is computed straight from the live objects and shares no code with the library, so that a
+mistake in what the library saves or restores shows here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def fingerprint(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    values: Mapping[str, Mapping[str, Any]],
+) -> dict[str, str]:
+    """The sha256 of each piece of a training's state.
+
+    Args:
+        model: Every parameter and every buffer counts, those outside of its state dict too.
+        optimizer: Every entry of its state and of its groups' options counts.
+        values: State dicts of what else there is, such as scheduler and data.
+
+    Returns:
+        Name to hexadecimal digest: ``model/…``, ``optim/…``, ``<name>/…`` of ``values``, and
+        ``rng/python``, ``rng/numpy``, ``rng/torch``.
+    """
+    found: dict[str, str] = {}
+    names: dict[torch.Tensor, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, name)
+        found[f"model/{name}"] = _digest(parameter)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        found[f"model/{name}"] = _digest(buffer)
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"optim/{names[parameter]}/{key}"] = _digest(value)
+        for key, value in group.items():
+            if key != "params":
+                found[f"optim/group{number}/{key}"] = _digest(value)
+    for name, state in values.items():
+        for key, value in state.items():
+            found[f"{name}/{key}"] = _digest(value)
+    found["rng/python"] = _digest(random.getstate())
+    found["rng/numpy"] = _digest(np.random.get_state(legacy=False))
+    found["rng/torch"] = _digest(torch.get_rng_state())
+    return found
+
+
+def _digest(value: object) -> str:
+    hasher = hashlib.sha256()
+    _feed(hasher.update, value)
+    return hasher.hexdigest()
+
+
+def _feed(update: Any, value: object) -> None:  # noqa: ANN401  hashlib's own type is private
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu().contiguous()
+        update(f"{value.dtype} {tuple(value.shape)}\n".encode())
+        update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray):
+        update(f"{value.dtype} {value.shape}\n".encode())
+        update(value.tobytes())
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=repr):
+            update(f"{key!r}:\n".encode())
+            _feed(update, value[key])
+    elif isinstance(value, float):
+        update(f"float {value.hex()}\n".encode())
+    elif isinstance(value, list | tuple):
+        update(f"{type(value).__name__} of {len(value)}\n".encode())
+        for entry in value:
+            _feed(update, entry)
+    else:
+        update(f"{type(value).__name__} {value!r}\n".encode())

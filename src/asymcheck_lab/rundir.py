@@ -1,0 +1,91 @@
+"""The demo's folder: made anew each time, without ever removing what it did not make."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from asymcheck.storage.local import TEMP_FOLDER
+from asymcheck.storage.names import ATTEMPTS_FOLDER, FORMAT_NAME, RUN_NAME, parse_name
+from asymcheck_lab.errors import LabError, UsageError
+
+MARKER = "MADE-BY-ASYMLAB-DEMO"
+REPORT = "report.json"
+CHECKPOINTS = "checkpoints"
+LOG = "log.jsonl"
+RESULT = "result.json"
+
+_OUTPUT = re.compile(r"output(-[a-z]+)?\.txt\Z")
+_TEMP = re.compile(r"[0-9a-f]{32}-[0-9]+\Z")
+
+
+def renew(folder: Path, runs: list[str]) -> None:
+    """Make ``folder`` an empty one with the marker and a folder for each run.
+
+    Args:
+        folder: Missing, empty, or made by an earlier call.
+        runs: Names of the runs.
+
+    Raises:
+        UsageError: Something in it was not made by a demo; nothing was removed.
+        LabError: The medium failed.
+    """
+    try:
+        _empty(folder, runs)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARKER).write_text("asymlab demo removes this folder when it runs again.\n")
+        for run in runs:
+            (folder / run).mkdir()
+    except OSError as failure:
+        raise LabError(f"{failure.filename or folder}: {failure.strerror}") from failure
+
+
+def _empty(folder: Path, runs: list[str]) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: expected a folder, found a file: choose another with --dir")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    files: list[Path] = []
+    folders: list[Path] = []
+    for top, inner, names in os.walk(folder):
+        # A link to a folder counts as a file: it is not followed, and no demo makes one.
+        linked = [n for n in inner if (Path(top) / n).is_symlink()]
+        files += [Path(top) / n for n in (*names, *linked)]
+        folders += [Path(top) / n for n in inner if n not in linked]
+    marked = (folder / MARKER).is_file()
+    foreign = [
+        p for p in files if not marked or not _is_ours(p.relative_to(folder).as_posix(), runs)
+    ]
+    if foreign or not marked:
+        first = sorted(p.relative_to(folder).as_posix() for p in foreign)[:3]
+        raise UsageError(
+            f"{folder}: expected an empty folder or one that only a demo wrote to, found "
+            f"{', '.join(first) or 'other folders'}: nothing was removed; choose another folder "
+            f"with --dir"
+        )
+    # The marker last: a clean-up that is cut off can be taken up again.
+    for path in sorted(files, key=lambda p: p == folder / MARKER):
+        path.unlink()
+    for path in sorted(folders, reverse=True):
+        path.rmdir()
+
+
+def _is_ours(name: str, runs: list[str]) -> bool:
+    if name in (MARKER, REPORT):
+        return True
+    run, _, rest = name.partition("/")
+    if run not in runs:
+        return False
+    if rest in (LOG, RESULT) or _OUTPUT.match(rest):
+        return True
+    top, _, item = rest.partition("/")
+    if top != CHECKPOINTS:
+        return False
+    folder, _, file = item.partition("/")
+    return (
+        item in (FORMAT_NAME, RUN_NAME)
+        or parse_name(item) is not None
+        or (folder == ATTEMPTS_FOLDER and file.isascii() and file.isdigit())
+        or (folder == TEMP_FOLDER and _TEMP.match(file) is not None)
+    )

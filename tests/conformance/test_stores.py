@@ -1,0 +1,49 @@
+"""Every store that is shipped keeps the promises of the store protocol."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from asymcheck.storage.local import LocalStore
+from asymcheck.storage.memory import open_memory
+from asymcheck.storage.store import Store
+from asymcheck.testing.faulty import FaultyStore
+from asymcheck.testing.powercut import PowerCutStore
+from asymcheck.testing.suites import StoreSuite
+
+
+class TestLocal(StoreSuite):
+    def new_store(self, folder: Path) -> Store:
+        return LocalStore(folder / "some where" / "é 100%?#")
+
+
+class TestMemory(StoreSuite):
+    shared_between_processes = False
+
+    def new_store(self, folder: Path) -> Store:
+        return open_memory(f"suite {uuid.uuid4().hex}?#%/é", {})
+
+
+class TestFaultyWithoutAFault(StoreSuite):
+    def new_store(self, folder: Path) -> Store:
+        return FaultyStore(LocalStore(folder / "inner"))
+
+
+class TestFaultyOverMemory(StoreSuite):
+    shared_between_processes = False
+
+    def new_store(self, folder: Path) -> Store:
+        return FaultyStore(open_memory(f"faulty-{uuid.uuid4().hex}", {}))
+
+
+class TestPowerCutWithPower(StoreSuite):
+    def new_store(self, folder: Path) -> Store:
+        return PowerCutStore(folder / "powered")
+
+
+def test_a_suite_without_a_store_fails() -> None:
+    with pytest.raises(NotImplementedError):
+        StoreSuite().new_store(Path())

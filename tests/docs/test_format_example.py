@@ -1,0 +1,112 @@
+"""docs/format.md against the code: its example byte for byte, its tables name for name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asymcheck
+from asymcheck.device.tree import _BUILDERS
+from asymcheck.planning.layout import CHUNK_BYTES, SMALL_BYTES, MiB
+from asymcheck.planning.retention import CheckpointId
+from asymcheck.recovery import CheckpointWarning
+from asymcheck.storage.flush import PACK_BYTES
+from asymcheck.storage.manifest import FORMAT_LINE
+from asymcheck.storage.memory import MemoryStore
+from asymcheck.storage.names import MAX_RANK
+from asymcheck.storage.repository import open_repository
+from asymcheck.storage.sealed import MAX_SEALED_BYTES
+from asymcheck.storage.store import read_all
+
+FORMAT_DOC = Path(__file__).parents[2] / "docs" / "format.md"
+TEXT = FORMAT_DOC.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def store() -> MemoryStore:
+    (code,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.S | re.M)
+    names: dict[str, Any] = {}
+    exec(compile(code, str(FORMAT_DOC), "exec"), names)
+    return names["store"]
+
+
+def _shown() -> dict[str, list[str]]:
+    blocks = re.findall(r"^```text (\S+)\n(.*?)^```", TEXT, re.S | re.M)
+    return {name: body.splitlines() for name, body in blocks}
+
+
+def _hex_dump(data: bytes) -> list[str]:
+    lines = []
+    for at in range(0, len(data), 16):
+        row = data[at : at + 16]
+        digits = " ".join(row[i : i + 4].hex() for i in range(0, len(row), 4))
+        text = "".join(chr(b) if 32 <= b < 127 else "." for b in row)
+        lines.append(f"{at:08x}  {digits:<35}  {text}")
+    return lines
+
+
+def test_the_example_shows_every_object_byte_for_byte(store: MemoryStore) -> None:
+    shown = _shown()
+    assert set(shown) == {e.name for e in store.list()}
+    for name, lines in shown.items():
+        data = read_all(store, name)
+        if name.endswith(".pack"):
+            assert lines == _hex_dump(data)
+        else:
+            assert "".join(lines) + "\n" == data.decode("ascii")
+        assert f"`{name}`, {len(data)} bytes:" in TEXT
+
+
+def test_the_example_is_a_checkpoint_that_verifies_and_restores(store: MemoryStore) -> None:
+    repository = open_repository(store)
+    assert list(repository.survey().committed) == [CheckpointId(1, 7)]
+    assert list(repository.verify(CheckpointId(1, 7))) == []
+    weight = torch.zeros(2, 3)
+    reader = asymcheck.Checkpointer(store, state={"w": weight}, read_only=True)
+    with pytest.warns(CheckpointWarning, match="no python state was saved"):
+        assert reader.restore() == 7
+    assert weight.tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+@contextmanager
+def _flipped(store: MemoryStore, name: str, at: int) -> Iterator[None]:
+    whole = read_all(store, name)
+    store.write(name, [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]])
+    try:
+        yield
+    finally:
+        store.write(name, [whole])
+
+
+def test_a_flipped_bit_anywhere_in_the_example_is_noticed(store: MemoryStore) -> None:
+    at = CheckpointId(1, 7)
+    repository = open_repository(store)
+    for entry in list(store.list("step-00000007")):
+        for offset in range(entry.nbytes):
+            with _flipped(store, entry.name, offset):
+                (damage,) = repository.verify(at)
+            assert entry.name in f"{damage.where} {damage.why}"
+    assert list(repository.verify(at)) == []
+
+
+def test_each_tag_of_the_state_tree_stands_in_the_table_and_no_other() -> None:
+    table = TEXT[TEXT.index("| tag | body | value |") :].partition("\n\n")[0]
+    documented = set(
+        re.findall(r"`(\$[a-z_]+)`", re.sub(r"\|[^|]*\|[^|]*\|$", "", table, flags=re.M))
+    )
+    assert documented == set(_BUILDERS) | {"$leaf"}
+
+
+def test_the_limits_that_it_states_are_those_of_the_code() -> None:
+    assert FORMAT_LINE == "asymcheck 1\n"
+    assert (SMALL_BYTES, CHUNK_BYTES, PACK_BYTES) == (64 << 10, 16 * MiB, 1 << 30)
+    assert (MAX_RANK, MAX_SEALED_BYTES) == (9999, 1 << 30)
+    for stated in ("| rank | 0 to 9999 |", "| sealed object | 1 GiB |", "| pack | 1 GiB of the"):
+        assert stated in TEXT
+    assert "| chunk | 16 MiB in the image, 32 MiB stored |" in TEXT
