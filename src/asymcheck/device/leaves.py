@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -118,19 +118,36 @@ def _tensor_source(
     source = Source(key, alias, name, shape, dense or (), nbytes, lazy)
     if source.nbytes == 0:
         return source, None
-    where = (alias.device, alias.untyped_storage().data_ptr(), alias.storage_offset())
-    return source, (*where, shape, alias.stride(), name, alias.is_conj(), alias.is_neg())
+    return source, _identity(alias)
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for two tensors that are the same view of the same memory."""
+    lazily = (tensor.is_conj(), tensor.is_neg())
+    where = (tensor.device, tensor.data_ptr())
+    return (*where, tuple(tensor.shape), tensor.stride(), tensor.dtype, *lazily)
 
 
 def _numpy_source(key: str, array: np.ndarray[Any, Any]) -> tuple[Source, object]:
-    if array.dtype.hasobject or array.dtype.names is not None:
+    if array.dtype.hasobject or array.dtype.names is not None or not _has_a_name(array.dtype):
         raise StateError(
             key, f"a numpy array of dtype {array.dtype} is not supported: use plain columns"
         )
     dtype = NUMPY_PREFIX + array.dtype.str
     source = Source(key, array, dtype, array.shape, (), array.nbytes)
-    where = (array.__array_interface__["data"][0], array.shape, array.strides, dtype)
-    return source, where if array.nbytes else None
+    return source, _numpy_identity(array) if array.nbytes else None
+
+
+def _has_a_name(dtype: np.dtype[Any]) -> bool:
+    try:
+        return np.dtype(dtype.str) == dtype
+    except TypeError:
+        return False
+
+
+def _numpy_identity(array: np.ndarray[Any, Any]) -> tuple[object, ...]:
+    address = array.__array_interface__["data"][0]
+    return (address, array.shape, array.strides, array.dtype.str)
 
 
 class Sink(Protocol):
@@ -151,9 +168,10 @@ class Sink(Protocol):
 
 
 class _NumpySink:
+    itemsize = 1  # it takes any run of bytes
+
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self._bytes: Bytes = array.reshape(-1).view(np.uint8)
-        self.itemsize = max(1, array.itemsize)
 
     def memory(self, start: int, stop: int) -> memoryview | None:
         return self._bytes.data[start:stop]
@@ -188,27 +206,28 @@ class Places:
         """All keys and aliases of arrays."""
         return {k for k in self._leaves if k != TREE_KEY} | self._aliases.keys()
 
-    def into_tensor(self, key: str, tensor: torch.Tensor) -> None:
+    def into_tensor(self, key: str, tensor: torch.Tensor) -> str | None:
         """Send a leaf to a live tensor whose shape was checked.
 
+        Returns:
+            ``None``, or the key of another leaf that already goes to that memory: then
+            nothing is changed.
+
         Raises:
-            IncompatibleCheckpoint: That memory already receives another leaf.
+            StateError: The tensor cannot take values.
         """
         leaf = self._need(key)
-        _, identity = _tensor_source(key, tensor)
-        if identity is None:
-            return  # no elements
+        check_supported(key, tensor)
+        if leaf.nbytes == 0:
+            return None
+        identity = _identity(tensor)
         first = self._written.get(identity)
-        if first == leaf.key:
-            return  # tied: that memory is written once
         if first is not None:
-            raise IncompatibleCheckpoint(
-                f"{key!r} and {first!r} are one tensor in the live state and two in the "
-                f"checkpoint: untie them, or drop one of them"
-            )
+            return None if first == leaf.key else first  # tied: that memory is written once
         self._written[identity] = leaf.key
-        dtype = self._torch_dtype(leaf)
-        self.sinks.setdefault(leaf.key, []).append(Target(tensor, dtype, leaf.order))
+        target = Target(key, tensor, self._torch_dtype(leaf), leaf.order)
+        self.sinks.setdefault(leaf.key, []).append(target)
+        return None
 
     def bind(self, key: str, device: str, live: object) -> None:
         """Give a leaf of a tree an array: the live one where it fits, else a new one."""
@@ -222,9 +241,10 @@ class Places:
                 self.sinks.setdefault(leaf.key, []).append(_NumpySink(array))
             return
         dtype = self._torch_dtype(leaf)
-        tensor = _reusable(live, leaf, dtype, device)
-        if tensor is None:
-            tensor = new_tensor(dtype, leaf.shape, leaf.order, usable_device(device))
+        if _is_reusable(live, leaf, dtype, device) and self.into_tensor(key, live) is None:
+            self._arrays[leaf.key] = live
+            return
+        tensor = new_tensor(dtype, leaf.shape, leaf.order, usable_device(device))
         self._arrays[leaf.key] = tensor
         self.into_tensor(key, tensor)
 
@@ -248,8 +268,7 @@ class Places:
         check_size(leaf, dtype.itemsize)
         return dtype
 
-    @staticmethod
-    def _numpy_array(leaf: Leaf, live: object) -> np.ndarray[Any, Any]:
+    def _numpy_array(self, leaf: Leaf, live: object) -> np.ndarray[Any, Any]:
         try:
             dtype = np.dtype(leaf.dtype.removeprefix(NUMPY_PREFIX))
         except (TypeError, ValueError) as bad:
@@ -263,6 +282,7 @@ class Places:
             and live.shape == leaf.shape
             and live.flags.c_contiguous
             and live.flags.writeable
+            and self._written.setdefault(_numpy_identity(live), leaf.key) == leaf.key
         ):
             return live
         return np.empty(leaf.shape, dtype)
@@ -302,13 +322,13 @@ def usable_device(name: str) -> torch.device:
     return device
 
 
-def _reusable(live: object, leaf: Leaf, dtype: torch.dtype, device: str) -> torch.Tensor | None:
-    if (
+def _is_reusable(
+    live: object, leaf: Leaf, dtype: torch.dtype, device: str
+) -> TypeGuard[torch.Tensor]:
+    return (
         isinstance(live, torch.Tensor)
         and live.dtype == dtype
         and tuple(live.shape) == leaf.shape
         and live.device.type == usable_device(device).type
         and live.layout == torch.strided
-    ):
-        return live
-    return None
+    )

@@ -25,7 +25,7 @@ from asymcheck.device.items import (
     Item,
     ModuleItem,
     OptimizerItem,
-    ParamNames,
+    Params,
     Restoring,
     StatefulItem,
     TensorItem,
@@ -33,8 +33,8 @@ from asymcheck.device.items import (
 )
 from asymcheck.device.leaves import Collector, Places, check_size
 from asymcheck.device.matching import Matching
-from asymcheck.device.naming import canonical_names
-from asymcheck.device.tree import Decoder, Encoder, Json, bind_leaves, escape
+from asymcheck.device.naming import canonical_names, escape
+from asymcheck.device.tree import Decoder, Encoder, Json
 from asymcheck.errors import CorruptCheckpoint, StateError
 from asymcheck.storage.index import TREE_KEY, Index
 
@@ -94,9 +94,9 @@ class State:
         """
         collector = Collector()
         encoder = Encoder(collector.add)
-        names = self._param_names()
+        params = self._params()
         items = {
-            name: {"kind": item.kind, **item.collect(name, collector, encoder, names)}
+            name: {"kind": item.kind, **item.collect(name, collector, encoder, params)}
             for name, item in self._items.items()
         }
         tree = {"items": items, "rng": encoder.encode(rng.get_states(), _RNG)}
@@ -117,11 +117,11 @@ class State:
             CorruptCheckpoint: The tree breaks its grammar.
         """
         places = Places({leaf.key: leaf for leaf in index.leaves}, dict(index.aliases))
-        to = Restoring(places, Matching(), self._param_names(), cast)
+        to = Restoring(places, Matching(), self._params(), cast)
         try:
             tree = json.loads(text)
             finishes = self._plan_items(tree["items"], to)
-            bind_leaves(tree["rng"], None, places.bind)
+            to.bind(tree["rng"], None)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as bad:
             raise CorruptCheckpoint("(state)", f"not a state tree: {bad!r:.200}") from bad
         if strict:
@@ -148,15 +148,18 @@ class State:
                     to.matching.mismatched.append((name, item.kind, str(kind)))
         return finishes
 
-    def _param_names(self) -> ParamNames:
+    def _params(self) -> Params:
         names: dict[int, str] = {}
+        by_name: dict[str, torch.Tensor] = {}
         for name, item in self._items.items():
             if isinstance(item, ModuleItem):
                 params = dict(item.module.named_parameters(remove_duplicate=False))
                 canonical = canonical_names(params)
                 for raw, param in params.items():
-                    names.setdefault(id(param), f"{escape(name)}/{canonical[raw]}")
-        return names
+                    full = f"{escape(name)}/{canonical[raw]}"
+                    names.setdefault(id(param), full)
+                    by_name[full] = param
+        return Params(names, by_name)
 
 
 def tree_leaf_bytes(index: Index) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import NoReturn
 
 import numpy as np
 import torch
 
-from asymcheck.errors import StateError
+from asymcheck.errors import IncompatibleCheckpoint, StateError
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -24,6 +25,20 @@ def dtype_of(name: str) -> torch.dtype | None:
     """The torch dtype of that name, ``None`` where this torch has none."""
     found = getattr(torch, name, None)
     return found if isinstance(found, torch.dtype) else None
+
+
+def can_cast(stored: str, to: torch.dtype) -> bool:
+    """Whether values of a stored dtype can be converted: not from complex to real, and not
+    where torch has no such conversion.
+    """
+    source = dtype_of(stored)
+    if source is None or (source.is_complex and not to.is_complex):
+        return False
+    try:
+        torch.zeros(1, dtype=torch.uint8).expand(source.itemsize).contiguous().view(source).to(to)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def check_supported(key: str, tensor: torch.Tensor) -> None:
@@ -86,6 +101,17 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     return not (tensor.is_conj() or tensor.is_neg())
 
 
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same view of the same memory as integers of the same size: not every dtype has
+    kernels, and no NaN may change on its way.
+    """
+    bits = _BITS.get(tensor.itemsize)
+    return tensor if bits is None else tensor.view(bits)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def copy_out(tensor: torch.Tensor, order: tuple[int, ...], into: Bytes) -> None:
     """Copy a tensor's values into host bytes, in the given dimension order; blocks.
 
@@ -100,27 +126,43 @@ def copy_out(tensor: torch.Tensor, order: tuple[int, ...], into: Bytes) -> None:
     if order:
         source = source.permute(order)
     target = torch.from_numpy(into)
-    if source.is_contiguous() and is_plain_memory(source):
+    if not is_plain_memory(source):
+        target.view(source.dtype).view(source.shape).copy_(source)
+    elif source.is_contiguous():
         target.copy_(as_bytes(source))
     else:
-        target.view(source.dtype).view(source.shape).copy_(source)
+        as_bits(target.view(source.dtype).view(source.shape)).copy_(as_bits(source))
 
 
 class Target:
     """A live tensor that receives the bytes of one stored leaf.
 
     Args:
+        key: Of the leaf, for messages.
         tensor: Written in place, under ``no_grad``; keeps its dtype, device and strides.
         dtype: Of the stored values; another one than the tensor's is cast.
         order: Dimension order in which they are stored.
     """
 
-    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...]) -> None:
+    def __init__(
+        self, key: str, tensor: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...]
+    ) -> None:
         self._dtype = dtype
-        self._view = tensor.detach().permute(order) if order else tensor.detach()
-        self._flat: torch.Tensor | None = None
-        if self._view.is_contiguous() and is_plain_memory(self._view):
-            self._flat = self._view.reshape(-1)
+        self._to = tensor.dtype
+        self._inference = tensor.is_inference()
+        view = tensor.detach()
+        self._conjugate, self._negate = view.is_conj(), view.is_neg()
+        if self._conjugate:
+            view = view.conj()  # back to the memory itself
+        if self._negate:
+            view = view._neg_view()
+        if order:
+            view = view.permute(order)
+        self._bits = as_bits(view)
+        self._flat = self._bits.reshape(-1) if view.is_contiguous() else None
+        self._shared: _SharedMemory | None = None
+        if self._flat is None and _may_overlap(view):
+            self._shared = _SharedMemory(key, self._bits)
 
     @property
     def itemsize(self) -> int:
@@ -131,12 +173,16 @@ class Target:
         """The live memory of the leaf's bytes ``[start, stop)``, to be filled directly.
 
         ``None`` where there is no such memory: the tensor is not on the CPU, is laid out
-        in another way than the leaf is stored, or needs a cast.
+        in another way than the leaf is stored, or needs a change of its values.
         """
         flat = self._flat
-        if flat is None or flat.device.type != "cpu" or flat.dtype != self._dtype:
+        if flat is None or flat.device.type != "cpu" or self._changes_values:
             return None
         return as_bytes(flat).numpy().data[start:stop]
+
+    @property
+    def _changes_values(self) -> bool:
+        return self._to != self._dtype or self._conjugate or self._negate
 
     def put(self, start: int, raw: Bytes) -> None:
         """Write the leaf's bytes from ``start`` on; blocks.
@@ -144,25 +190,75 @@ class Target:
         Args:
             start: Offset in the leaf, on a whole element.
             raw: Whole elements; not kept.
+
+        Raises:
+            IncompatibleCheckpoint: Elements that share memory would get different values.
         """
         if raw.size == 0:
             return
         values = torch.from_numpy(raw).view(self._dtype)
-        first = start // self.itemsize
+        if self._changes_values:
+            values = values.to(self._to)
+            values = values.conj().resolve_conj() if self._conjugate else values
+            values = -values if self._negate else values
+        with torch.inference_mode(self._inference):
+            self._put(start // self.itemsize, as_bits(values))
+
+    def _put(self, first: int, values: torch.Tensor) -> None:
         if self._flat is not None:
-            part = self._flat[first : first + values.numel()]
-            if part.dtype == values.dtype:
-                # As bytes: not every dtype has a copy kernel, and NaN payloads must survive.
-                part.view(torch.uint8).copy_(values.view(torch.uint8))
-            else:
-                part.copy_(values)
+            self._flat[first : first + values.numel()].copy_(values)
             return
         at = 0
-        for slab in slabs(self._view.shape, first, first + values.numel()):
-            part = self._view[slab]
-            count = part.numel()
-            _assign(part, values[at : at + count].view(part.shape))
-            at += count
+        step = values.numel() if self._shared is None else _SHARED_AT_ONCE
+        for lo in range(0, values.numel(), step):
+            hi = min(lo + step, values.numel())
+            for slab in slabs(self._bits.shape, first + lo, first + hi):
+                part = self._bits[slab]
+                piece = values[at : at + part.numel()]
+                at += part.numel()
+                if self._shared is None:
+                    part.copy_(piece.view(part.shape))
+                else:
+                    self._shared.put(part, piece)
+
+
+_SHARED_AT_ONCE = 1 << 18
+
+
+class _SharedMemory:
+    """Memory of a tensor whose elements may overlap: each place is given one value only."""
+
+    def __init__(self, key: str, bits: torch.Tensor) -> None:
+        spans = zip(bits.shape, bits.stride(), strict=True)
+        extent = 1 + sum((size - 1) * stride for size, stride in spans)
+        self._key = key
+        self._start = bits.storage_offset()
+        self._memory = bits.as_strided((extent,), (1,), self._start)
+        self._written = torch.zeros(extent, dtype=torch.bool, device=bits.device)
+
+    def put(self, part: torch.Tensor, values: torch.Tensor) -> None:
+        places = torch.tensor(int(part.storage_offset()) - int(self._start), device=part.device)
+        for size, stride in zip(part.shape, part.stride(), strict=True):
+            along = torch.arange(size, device=part.device) * stride
+            places = places.unsqueeze(-1) + along
+        places = places.reshape(-1)
+        values = values.to(part.device)
+        before = self._written[places]
+        if self._differs(places[before], values[before]):
+            self._refuse()
+        self._memory[places] = values
+        self._written[places] = True
+        if self._differs(places, values):
+            self._refuse()
+
+    def _differs(self, places: torch.Tensor, values: torch.Tensor) -> bool:
+        return not torch.equal(as_bytes(self._memory[places]), as_bytes(values))
+
+    def _refuse(self) -> NoReturn:
+        raise IncompatibleCheckpoint(
+            f"{self._key!r}: elements share memory in the live tensor and have different values "
+            f"in the checkpoint: build it without expand() or overlapping views"
+        )
 
 
 def slabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int | slice, ...]]:
@@ -196,24 +292,6 @@ def _in_row(
 ) -> Iterator[tuple[int | slice, ...]]:
     for rest in slabs(shape[1:], start, stop):
         yield (row, *rest)
-
-
-def _assign(target: torch.Tensor, values: torch.Tensor) -> None:
-    """``target[...] = values``, also where elements of ``target`` share memory.
-
-    Elements that share memory have equal values: they were read from such a tensor.
-    """
-    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    if not _may_overlap(target):
-        target.copy_(values)
-        return
-    spans = zip(target.shape, target.stride(), strict=True)
-    extent = 1 + sum((size - 1) * stride for size, stride in spans)
-    places = torch.arange(extent, device=target.device).as_strided(target.shape, target.stride())
-    memory = target.as_strided((extent,), (1,), target.storage_offset())
-    memory[places.reshape(-1)] = values.reshape(-1).to(target.device, target.dtype)
 
 
 def _may_overlap(tensor: torch.Tensor) -> bool:

@@ -3,7 +3,8 @@
 A value of a plain JSON type stands for itself. Everything else is an object with one member
 whose name starts with ``$``. Arrays are *leaves*: the tree only names them. Classes (enums,
 named tuples, dataclasses) are looked up among the modules that are already imported, and no
-constructor of theirs runs. What has no tag is refused when it is saved, by its path.
+constructor of theirs runs. What has no tag is refused when it is saved, by its path. A value
+comes back with exactly the type that it had.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import pathlib
 import random
 import struct
 import sys
-import types
+import zoneinfo
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from asymcheck.device import classes
+from asymcheck.device.naming import has_surrogate, join
 from asymcheck.errors import CorruptCheckpoint, IncompatibleCheckpoint, StateError
 
 Array = torch.Tensor | np.ndarray[Any, Any]
@@ -33,18 +36,12 @@ Json = Any
 
 MAX_DEPTH = 100
 _SAFE_INT = 1 << 53
+_MAX_SPAWNED = 1 << 20
 _FACTORIES = {f.__name__: f for f in (list, dict, set, int, float, str, bool)}
-
-
-def escape(part: str) -> str:
-    """A path part that holds no ``/`` and is never empty."""
-    return part.replace("%", "%25").replace("/", "%2F").replace("[", "%5B") or "%"
-
-
-def join(path: str, key: object) -> str:
-    """The path of a member: text keys as they are, others as ``[repr]``."""
-    return f"{path}/{escape(key) if type(key) is str else f'[{escape(repr(key))}]'}"
-
+_PATHS = {
+    p.__name__: p
+    for p in (pathlib.Path, pathlib.PurePath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
+}
 
 # --- encoding ---------------------------------------------------------------
 
@@ -82,11 +79,7 @@ class Encoder:
     def _encode_compound(self, value: Any, path: str) -> Json:  # noqa: ANN401
         kind = type(value)
         if isinstance(value, enum.Enum):
-            if kind.__members__.get(value.name) is not value:
-                raise StateError(
-                    path, f"{value!r} is no single member of its enum: store its value"
-                )
-            return {"$enum": [_class_name(kind, path), value.name]}
+            return self._encode_enum(value, path)
         if isinstance(value, torch.Tensor):
             row: dict[str, Json] = {"$leaf": self._leaf(path, value)}
             if value.device.type != "cpu":
@@ -108,25 +101,44 @@ class Encoder:
         if kind is random.Random:
             return {"$random": self.encode(value.getstate(), path)}
         if kind is np.random.RandomState:
-            return {"$numpy_random_state": self.encode(value.get_state(legacy=False), path)}
+            state = value.get_state(legacy=False)
+            if state["bit_generator"] != "MT19937":
+                raise StateError(
+                    path,
+                    f"a RandomState over {state['bit_generator']} is not supported: use "
+                    f"numpy.random.Generator",
+                )
+            return {"$numpy_random_state": self.encode(state, path)}
         if kind is np.random.Generator:
-            return {"$numpy_generator": self.encode(value.bit_generator.state, path)}
+            return {"$numpy_generator": self._encode_numpy_generator(value, path)}
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
-            items = [
-                self.encode(v, join(path, f)) for f, v in zip(kind._fields, value, strict=True)
-            ]
-            return {"$namedtuple": [_class_name(kind, path), items]}
+            return {"$namedtuple": self._encode_record(value, path)}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {
-                f.name: self.encode(getattr(value, f.name), join(path, f.name))
-                for f in dataclasses.fields(value)
-            }
-            return {"$dataclass": [_class_name(kind, path), fields]}
-        raise StateError(
-            path,
-            f"a {kind.__module__}.{kind.__qualname__} cannot be saved without pickle: give the "
-            f"object state_dict() and load_state_dict(), or store plain values",
-        )
+            return {"$dataclass": self._encode_record(value, path)}
+        raise StateError(path, _why_refused(value))
+
+    def _encode_enum(self, value: enum.Enum, path: str) -> Json:
+        name = classes.name_of(type(value), path)
+        if isinstance(value, enum.Flag):
+            return {"$flag": [name, self.encode(value.value, path)]}
+        return {"$enum": [name, classes.member_name(value, path)]}
+
+    def _encode_record(self, value: Any, path: str) -> Json:  # noqa: ANN401
+        fields = classes.fields_of(value, path)
+        encoded = {f: self.encode(v, join(path, f)) for f, v in fields.items()}
+        return [classes.name_of(type(value), path), encoded]
+
+    def _encode_numpy_generator(self, value: np.random.Generator, path: str) -> Json:
+        bits = value.bit_generator
+        if getattr(np.random, type(bits).__name__, None) is not type(bits):
+            raise StateError(path, f"bit generator {type(bits).__qualname__} is not numpy's own")
+        found = {"state": bits.state}
+        seed = bits.seed_seq
+        if type(seed) is np.random.SeedSequence:
+            if seed.n_children_spawned > _MAX_SPAWNED:
+                raise StateError(path, f"it has spawned more than {_MAX_SPAWNED} generators")
+            found["seed"] = seed.state  # what spawn() continues from
+        return self.encode(found, path)
 
     def _encode_sequence(self, value: Iterable[Any], path: str) -> Json:
         items = [self.encode(v, join(path, i)) for i, v in enumerate(value)]
@@ -141,7 +153,7 @@ class Encoder:
 
     def _encode_mapping(self, value: Mapping[Any, Any], path: str) -> Json:
         kind = type(value)
-        if kind is dict and all(type(k) is str and not k.startswith("$") for k in value):
+        if kind is dict and all(type(k) is str and _is_plain_key(k) for k in value):
             return {k: self.encode(v, join(path, k)) for k, v in value.items()}
         pairs = [
             [self.encode(k, join(path, k)), self.encode(v, join(path, k))] for k, v in value.items()
@@ -159,10 +171,18 @@ class Encoder:
         return {f"${kind.__name__.lower()}": pairs}
 
 
+def _is_plain_key(key: str) -> bool:
+    return not key.startswith("$") and (key.isascii() or not has_surrogate(key))
+
+
 def _encode_scalar(value: Any) -> Json:  # noqa: ANN401
     kind = type(value)
-    if value is None or kind in (bool, str):
+    if value is None or kind is bool:
         return value
+    if kind is str:
+        if value.isascii() or not has_surrogate(value):
+            return value
+        return {"$str": value.encode("utf-8", "surrogatepass").hex()}
     if kind is int:
         return value if -_SAFE_INT < value < _SAFE_INT else {"$int": hex(value)}
     if kind is float:
@@ -182,70 +202,59 @@ def _encode_scalar(value: Any) -> Json:  # noqa: ANN401
     if kind in (range, slice):
         ends = [_encode_scalar(v) for v in (value.start, value.stop, value.step)]
         return NotImplemented if NotImplemented in ends else {f"${kind.__name__}": ends}
-    if kind in (datetime.datetime, datetime.date, datetime.time):
-        return {f"${kind.__name__}": value.isoformat()}
+    if kind is datetime.date:
+        return {"$date": value.isoformat()}
+    if kind in (datetime.datetime, datetime.time):
+        zone = _encode_zone(value.tzinfo)
+        naive = value.replace(tzinfo=None).isoformat()
+        return zone if zone is NotImplemented else {f"${kind.__name__}": [naive, value.fold, zone]}
     if kind is datetime.timedelta:
         return {"$timedelta": [value.days, value.seconds, value.microseconds]}
     if isinstance(value, pathlib.PurePath):
-        return {"$path": str(value)}
+        name = "Path" if kind is type(pathlib.Path()) else kind.__name__
+        if _PATHS.get(name) in (kind, pathlib.Path):
+            return {"$path": [name, _encode_scalar(str(value))]}
     return NotImplemented
 
 
-def _class_name(kind: type, path: str) -> str:
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    if _find_class(name) is not kind:
-        raise StateError(
-            path, f"class {name} cannot be found again by its name: define it in a module"
-        )
-    return name
+def _encode_zone(zone: datetime.tzinfo | None) -> Json:
+    if zone is None:
+        return None
+    if type(zone) is datetime.timezone:
+        offset = zone.utcoffset(None)
+        return [offset.days, offset.seconds, offset.microseconds, zone.tzname(None)]
+    if type(zone) is zoneinfo.ZoneInfo and zone.key is not None:
+        return zone.key
+    return NotImplemented
 
 
-def _find_class(name: str) -> object:
-    module, _, qualname = name.partition(":")
-    found: object = sys.modules.get(module)
-    for part in qualname.split("."):
-        # Not getattr: a module may answer that by importing something.
-        found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
-    return found
+def _why_refused(value: Any) -> str:  # noqa: ANN401
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        return f"a {name} is saved only at the top: make it an entry of state of its own"
+    return (
+        f"a {name} cannot be saved without pickle: give the object state_dict() and "
+        f"load_state_dict(), or store plain values"
+    )
 
 
 # --- decoding ---------------------------------------------------------------
 
 
-def bind_leaves(tree: Json, live: object, bind: Callable[[str, str, object], None]) -> None:
-    """Visit every leaf that ``tree`` names, before any of them is read.
-
-    Args:
-        tree: What ``Encoder.encode`` made.
-        live: The value that is there now, if any.
-        bind: Called with the leaf's key, its recorded device, and the live value in its
-            place (``None`` where there is none).
-    """
-    if isinstance(tree, list):
-        old_items = live if isinstance(live, list | tuple | collections.deque) else ()
-        for i, item in enumerate(tree):
-            bind_leaves(item, old_items[i] if i < len(old_items) else None, bind)
-    elif isinstance(tree, dict):
-        if "$leaf" in tree:
-            bind(str(tree["$leaf"]), str(tree.get("device", "cpu")), live)
-            return
-        old = live if isinstance(live, dict) else {}
-        for key, item in tree.items():
-            bind_leaves(item, live if key in _SAME_ITEMS else old.get(key), bind)
-
-
-_SAME_ITEMS = {"$tuple"}
-
-
 class Decoder:
-    """Rebuilds values, once every leaf is read. Never changes a live value.
+    """Rebuilds values. Never changes a live value.
 
     Args:
         leaf: Returns the array of a key.
+        filled: Whether the arrays hold their values yet. Where they do not, a value that is
+            made out of an array's content is left out: everything else can be checked before
+            anything is read.
     """
 
-    def __init__(self, leaf: Callable[[str], Array]) -> None:
+    def __init__(self, leaf: Callable[[str], Array], *, filled: bool = True) -> None:
         self._leaf = leaf
+        self.filled = filled
 
     def decode(self, tree: Json) -> Any:  # noqa: ANN401
         """The value of ``tree``.
@@ -271,12 +280,23 @@ class Decoder:
             )
         try:
             return build(self, tree[tag])
-        except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as bad:
-            raise CorruptCheckpoint("(state)", f"value tagged {tag!r}: {bad}") from bad
+        except _MALFORMED as bad:
+            raise CorruptCheckpoint("(state)", f"value tagged {tag!r}: {bad!r:.200}") from bad
 
     def pairs(self, body: Json) -> list[tuple[Any, Any]]:
         """Decoded key-value pairs of a mapping."""
         return [(self.decode(k), self.decode(v)) for k, v in body]
+
+
+_MALFORMED = (
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RuntimeError,
+    struct.error,
+)
 
 
 def _build_defaultdict(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
@@ -287,8 +307,14 @@ def _build_defaultdict(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
 
 def _build_torch_generator(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
     device, state = body
-    generator = torch.Generator(device)
-    generator.set_state(decoder.decode(state))
+    try:
+        generator = torch.Generator(device)
+    except RuntimeError as bad:
+        raise IncompatibleCheckpoint(
+            f"the state holds a generator of device {device!r:.40}, which is not here: {bad}"
+        ) from bad
+    if decoder.filled:
+        generator.set_state(decoder.decode(state))
     return generator
 
 
@@ -300,20 +326,63 @@ def _build_random(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
 
 def _build_numpy_random_state(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
     found = np.random.RandomState()
-    found.set_state(decoder.decode(body))
+    if decoder.filled:
+        found.set_state(decoder.decode(body))
     return found
 
 
 def _build_numpy_generator(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
-    state = decoder.decode(body)
+    found = decoder.decode(body)
+    state = found["state"]
     kind = getattr(np.random, str(state["bit_generator"]), None)
     if not (isinstance(kind, type) and issubclass(kind, np.random.BitGenerator)):
         raise IncompatibleCheckpoint(
             f"this numpy has no bit generator {state['bit_generator']!r:.80}"
         )
-    generator = np.random.Generator(kind())
+    if not decoder.filled:
+        return np.random.Generator(kind(0))
+    seed = None
+    if "seed" in found:
+        if max(found["seed"]["n_children_spawned"], found["seed"]["pool_size"]) > _MAX_SPAWNED:
+            raise ValueError("its seed sequence is too large")
+        seed = np.random.SeedSequence(**found["seed"])
+    generator = np.random.Generator(kind(seed))
     generator.bit_generator.state = state
     return generator
+
+
+def _build_numpy_scalar(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
+    name, data = np.dtype(body[0]), bytes.fromhex(body[1])
+    if name.kind == "U":  # not through an array, which drops zeros at the end
+        order = "little" if name.byteorder in "<=" and sys.byteorder == "little" else "big"
+        return np.str_(data.decode(f"utf-32-{order[0]}e", "surrogatepass"))
+    if name.kind == "S":
+        return np.bytes_(data)
+    return np.frombuffer(data, name)[0]
+
+
+def _build_zone(body: Json) -> datetime.tzinfo | None:
+    if body is None:
+        return None
+    if isinstance(body, str):
+        try:
+            return zoneinfo.ZoneInfo(body)
+        except zoneinfo.ZoneInfoNotFoundError as bad:
+            raise IncompatibleCheckpoint(f"time zone {body!r:.80} is not known here") from bad
+    days, seconds, microseconds, name = body
+    offset = datetime.timedelta(days, seconds, microseconds)
+    plain = datetime.timezone(offset)
+    return plain if plain.tzname(None) == name else datetime.timezone(offset, name)
+
+
+def _build_datetime(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
+    naive, fold, zone = body
+    return datetime.datetime.fromisoformat(naive).replace(fold=fold, tzinfo=_build_zone(zone))
+
+
+def _build_time(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
+    naive, fold, zone = body
+    return datetime.time.fromisoformat(naive).replace(fold=fold, tzinfo=_build_zone(zone))
 
 
 def _build_dtype(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
@@ -323,56 +392,40 @@ def _build_dtype(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
     return found
 
 
-def _known_class(name: Json, is_kind: Callable[[Any], bool], kind: str) -> Any:  # noqa: ANN401
-    found = _find_class(str(name))
-    if not isinstance(found, type) or not is_kind(found):
-        raise IncompatibleCheckpoint(
-            f"the state holds a {kind} of class {str(name)!r:.120}, which is not loaded: import "
-            f"its module before restore()"
-        )
-    return found
-
-
-def _build_enum(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
-    name, member = body
-    return _known_class(name, lambda c: issubclass(c, enum.Enum), "enum")[member]
+def _build_flag(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
+    name, bits = body
+    return classes.flag(name, decoder.decode(bits))
 
 
 def _build_namedtuple(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
-    name, items = body
-    kind = _known_class(name, lambda c: issubclass(c, tuple) and hasattr(c, "_fields"), "tuple")
-    return tuple.__new__(kind, decoder.decode(items))
+    name, fields = body
+    return classes.namedtuple(name, fields, decoder.decode)
 
 
 def _build_dataclass(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
     name, fields = body
-    kind = _known_class(name, dataclasses.is_dataclass, "dataclass")
-    names = {f.name for f in dataclasses.fields(kind)}
-    found = object.__new__(kind)
-    for field, value in fields.items():
-        if field not in names:
-            raise IncompatibleCheckpoint(f"dataclass {name!r:.120} has no field {field!r:.80}")
-        object.__setattr__(found, field, decoder.decode(value))
-    return found
+    return classes.dataclass(name, fields, decoder.decode)
 
 
 _BUILDERS: Mapping[str, Callable[[Decoder, Json], Any]] = {
+    "$str": lambda _, b: bytes.fromhex(b).decode("utf-8", "surrogatepass"),
     "$int": lambda _, b: int(b, 16),
     "$float": lambda _, b: struct.unpack(">d", bytes.fromhex(b))[0],
     "$complex": lambda d, b: complex(*d.decode(b)),
     "$bytes": lambda _, b: base64.b64decode(b, validate=True),
     "$bytearray": lambda _, b: bytearray(base64.b64decode(b, validate=True)),
-    "$numpy_scalar": lambda _, b: np.frombuffer(bytes.fromhex(b[1]), np.dtype(b[0]))[0],
+    "$numpy_scalar": _build_numpy_scalar,
     "$dtype": _build_dtype,
     "$device": lambda _, b: torch.device(b),
     "$range": lambda d, b: range(*d.decode(b)),
     "$slice": lambda d, b: slice(*d.decode(b)),
-    "$datetime": lambda _, b: datetime.datetime.fromisoformat(b),
+    "$datetime": _build_datetime,
     "$date": lambda _, b: datetime.date.fromisoformat(b),
-    "$time": lambda _, b: datetime.time.fromisoformat(b),
+    "$time": _build_time,
     "$timedelta": lambda _, b: datetime.timedelta(*b),
-    "$path": lambda _, b: pathlib.Path(b),
-    "$enum": _build_enum,
+    "$path": lambda d, b: _PATHS[b[0]](d.decode(b[1])),
+    "$enum": lambda _, b: classes.enum_member(*b),
+    "$flag": _build_flag,
     "$tuple": lambda d, b: tuple(d.decode(b)),
     "$size": lambda d, b: torch.Size(d.decode(b)),
     "$set": lambda d, b: set(d.decode(b)),
@@ -389,44 +442,3 @@ _BUILDERS: Mapping[str, Callable[[Decoder, Json], Any]] = {
     "$numpy_random_state": _build_numpy_random_state,
     "$numpy_generator": _build_numpy_generator,
 }
-
-
-def put_back(live: Any, value: Any) -> Any:  # noqa: ANN401
-    """Give a live value the content of a decoded one, in place where its type allows it.
-
-    Returns:
-        The live object, or ``value`` where there is nothing to change in place.
-    """
-    if live is value or type(live) is not type(value):
-        return value
-    if isinstance(live, dict):
-        merged = {k: put_back(live.get(k), v) for k, v in value.items()}
-        live.clear()
-        live.update(merged)
-    elif isinstance(live, list):
-        old = live + [None] * (len(value) - len(live))
-        live[:] = [put_back(old[i], v) for i, v in enumerate(value)]
-    elif isinstance(live, set):
-        live.clear()
-        live.update(value)
-    elif isinstance(live, collections.deque):
-        live.clear()
-        live.extend(value)
-    elif isinstance(live, bytearray):
-        live[:] = value
-    elif isinstance(live, torch.Generator):
-        live.set_state(value.get_state())
-    elif isinstance(live, random.Random):
-        live.setstate(value.getstate())
-    elif isinstance(live, np.random.RandomState):
-        live.set_state(value.get_state(legacy=False))
-    elif isinstance(live, np.random.Generator):
-        live.bit_generator.state = value.bit_generator.state
-    elif dataclasses.is_dataclass(live):
-        for f in dataclasses.fields(live):
-            object.__setattr__(
-                live, f.name, put_back(getattr(live, f.name), getattr(value, f.name))
-            )
-    else:
-        return value
-    return live
