@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from asymcheck.memory.host import available_bytes, read_text
 from asymcheck.planning.layout import MiB, PAGE_BYTES, align_up
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -65,13 +66,16 @@ class ProcessId:
 
     @staticmethod
     def of(pid: int) -> ProcessId:
-        """The process that has this number now; start 0 when there is none."""
-        try:
-            text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-        except OSError:
-            return ProcessId(pid, 0)
+        """The process that has this number now; start 0 when there is none.
+
+        One that has ended and was not waited for is none: in a container whose first process
+        waits for nobody it would stay for ever.
+        """
         # The command's name may hold anything: count the fields after its closing bracket.
-        return ProcessId(pid, int(text.rpartition(")")[2].split()[19]))
+        fields = read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        if len(fields) < 20 or fields[0] in "ZX":
+            return ProcessId(pid, 0)
+        return ProcessId(pid, int(fields[19]))
 
     @property
     def is_alive(self) -> bool:
@@ -405,29 +409,3 @@ class Arena:
 
 
 _NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.ENOENT, errno.EACCES, errno.EROFS}
-
-
-def available_bytes() -> int:
-    """Memory that can still be taken on this host and in this container."""
-    room = 1 << 62
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            room = int(line.split()[1]) * 1024
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        numbers = [line for path in (limit, used) for line in _lines(path)[:1]]
-        if len(numbers) == 2 and all(n.isdigit() for n in numbers):
-            room = min(room, int(numbers[0]) - int(numbers[1]))
-    return room
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="ascii").splitlines()
-    except OSError:
-        return []
