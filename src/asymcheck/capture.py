@@ -99,9 +99,7 @@ def dump_capture(capture: Capture) -> bytes:
     return seal(
         {
             "at": list(capture.at),
-            "leaves": [
-                [x.key, x.dtype, x.shape, x.at, x.nbytes, x.order] for x in capture.leaves
-            ],
+            "leaves": [[x.key, x.dtype, x.shape, x.at, x.nbytes, x.order] for x in capture.leaves],
             "aliases": dict(capture.aliases),
             "chunks": [[c.start, c.stop] for c in capture.chunks],
             "metrics": {k: struct.pack(">d", v).hex() for k, v in capture.metrics.items()},

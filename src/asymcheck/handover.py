@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ from asymcheck.storage.repository import Repository
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.01
+_KILL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +48,40 @@ def left_over(run: str | None = None, directory: Path = SHARED_MEMORY) -> list[L
         except OSError:
             continue
         except ValueError:
-            # Its trainer died while it was being made.
-            if ProcessId.of(owner_of(path)).start == 0:
-                found.append(LeftOver(path, ProcessId(0, 0), is_sealed=False))
-            continue
-        if not slot.owner.is_alive:
-            found.append(LeftOver(path, slot.persister, slot.state == SlotState.SEALED))
-        slot.close(unlink=False)
+            slot = None
+        if _living_owner(path, slot) is None:
+            persister = slot.persister if slot else ProcessId(0, 0)
+            is_sealed = slot is not None and slot.state == SlotState.SEALED
+            found.append(LeftOver(path, persister, is_sealed))
+        if slot is not None:
+            slot.close(unlink=False)
     return found
+
+
+def living_owners(run: str, directory: Path = SHARED_MEMORY) -> list[int]:
+    """Process numbers of living trainers that own slots of a run, ascending."""
+    found = set()
+    for path in slots_of(directory, run):
+        try:
+            slot = Slot.open(path)
+        except OSError:
+            continue
+        except ValueError:
+            slot = None
+        owner = _living_owner(path, slot)
+        if owner is not None:
+            found.add(owner)
+        if slot is not None:
+            slot.close(unlink=False)
+    return sorted(found)
+
+
+def _living_owner(path: Path, slot: Slot | None) -> int | None:
+    """The trainer of a slot, where it lives; while a slot is made, only its name knows it."""
+    if slot is not None and slot.owner.pid:
+        return slot.owner.pid if slot.owner.is_alive else None
+    owner = ProcessId.of(owner_of(path))
+    return owner.pid if owner.is_alive else None
 
 
 def take_over(
@@ -62,10 +90,9 @@ def take_over(
     sink: Sink,
     grace_s: float,
     warn: Callable[[str], None],
+    directory: Path = SHARED_MEMORY,
 ) -> list[Durable]:
     """Make every sealed slot of dead trainers of this run durable, and free the others; blocks.
-
-    A persister that is still at work is waited for, at most ``grace_s``, and then replaced.
 
     Args:
         repository: The run; its newest attempt must be the dead trainer's.
@@ -73,34 +100,94 @@ def take_over(
         sink: Receives spans.
         grace_s: How long to wait for living persisters, all together.
         warn: Told what could not be saved.
+        directory: Where the slots are.
 
     Returns:
         The checkpoints that became durable here.
     """
     until_s = monotonic() + grace_s
     done = []
-    for old in left_over(repository.run):
-        while old.persister.is_alive and monotonic() < until_s:
-            sleep(_POLL_S)
-        if old.persister.is_alive:
-            with suppress(ProcessLookupError):
-                os.kill(old.persister.pid, signal.SIGKILL)
-            while old.persister.is_alive:
-                sleep(_POLL_S)
+    for old in left_over(repository.run, directory):
         try:
-            slot = Slot.open(old.path)
-        except (OSError, ValueError):
-            with suppress(OSError):
-                old.path.unlink(missing_ok=True)
-            continue  # its persister finished it
-        keep = False
-        if slot.state == SlotState.SEALED:
-            try:
-                done.append(persist(repository, slot, retention, sink, lambda: False))
-            except StoreError as failure:
-                keep = True
-                warn(f"a checkpoint left in {old.path} could not be made durable yet: {failure}")
-            except CheckpointError as failure:
-                warn(f"a checkpoint left in {old.path} was given up: {failure}")
-        slot.close(unlink=not keep)
+            durable = finish(repository, old, retention, sink, until_s)
+        except StoreError as failure:
+            warn(f"a checkpoint left in {old.path} could not be made durable yet: {failure}")
+        except CheckpointError as failure:
+            warn(f"a checkpoint left in {old.path} was given up: {failure}")
+        else:
+            done += [durable] if durable else []
     return done
+
+
+def finish(
+    repository: Repository, old: LeftOver, retention: Retention, sink: Sink, until_s: float
+) -> Durable | None:
+    """Make a slot of a dead trainer durable where it is sealed, and free it; blocks.
+
+    A persister that is still at work is waited for until ``until_s`` on the monotonic clock,
+    and then replaced. Of several processes that do this, one does it.
+
+    Returns:
+        The checkpoint; ``None`` where there was nothing to do but to free the slot.
+
+    Raises:
+        StoreError: It could not be made durable now; the slot stays.
+        CheckpointError: It was given up; the slot is freed.
+    """
+    _end_persister(old, until_s)
+    try:
+        slot = Slot.open(old.path)
+    except (OSError, ValueError):
+        with suppress(OSError):
+            old.path.unlink(missing_ok=True)
+        return None  # its persister finished it
+    keep = True
+    try:
+        if not _lock(slot, until_s):
+            raise StoreError(
+                f"{old.path}: another process is at work on it: try again later", retryable=True
+            )
+        if os.fstat(slot.fd).st_nlink == 0 or slot.state != SlotState.SEALED:
+            keep = False
+            return None
+        durable = persist(repository, slot, retention, sink, lambda: False)
+        keep = False
+        return durable
+    except CheckpointError as failure:
+        keep = isinstance(failure, StoreError)
+        raise
+    finally:
+        slot.close(unlink=not keep)
+
+
+def _end_persister(old: LeftOver, until_s: float) -> None:
+    while old.persister.is_alive and monotonic() < until_s:
+        sleep(_POLL_S)
+    if old.persister.is_alive:
+        with suppress(ProcessLookupError):
+            os.kill(old.persister.pid, signal.SIGKILL)
+        until_s = monotonic() + _KILL_S
+        while old.persister.is_alive:
+            if monotonic() > until_s:
+                raise StoreError(
+                    f"{old.path}: its persister, process {old.persister.pid}, hangs in the kernel "
+                    f"and cannot be ended: look at the disk or network file system it writes to",
+                    retryable=True,
+                )
+            sleep(_POLL_S)
+
+
+def _lock(slot: Slot, until_s: float) -> bool:
+    """Become the one that finishes a slot; returns whether that was in time.
+
+    The lock goes with the slot's descriptor, also when this process is killed.
+    """
+    while True:
+        try:
+            fcntl.flock(slot.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if monotonic() > until_s:
+                return False
+            sleep(_POLL_S)
+        else:
+            return True

@@ -34,7 +34,8 @@ class Persister(Protocol):
 
     def begin(self, slot: Slot, step: int) -> Future[Durable]:
         """Queue a slot that is being filled; returns at once. The slot is read until the
-        future is done."""
+        future is done.
+        """
         ...
 
     def close(self, timeout_s: float) -> bool:
@@ -171,8 +172,14 @@ class PersistProcess:
             paths = [package_root, *filter(None, [environment.get("PYTHONPATH")])]
             environment["PYTHONPATH"] = os.pathsep.join(paths)
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "asymcheck.persist", str(theirs.fileno()),
-                 self._config],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "asymcheck.persist",
+                    str(theirs.fileno()),
+                    self._config,
+                ],
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -272,5 +279,3 @@ def _settle(job: _Job, result: Durable | BaseException) -> None:
     else:
         result.add_note(f"while step {job.step} was being persisted")
         job.future.set_exception(result)
-
-

@@ -34,6 +34,7 @@ from asymcheck.options import (
     refuse_many_ranks,
 )
 from asymcheck.persister import Persister, PersistProcess, PersistThread
+from asymcheck.planning.policy import Never
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.strategies import Strategy, resolve
 from asymcheck.recovery import RestoreReport, TornRestore, restore
@@ -215,6 +216,8 @@ class Checkpointer:
         self._surface_errors()
         since_s = monotonic() - self._last_save_s
         if not self._cadence.due(step=step, last_step=self._last_step, since_last_s=since_s):
+            if self._snapshotter is not None and not isinstance(self._cadence, Never):
+                self._snapshotter.prepare()
             return None
         return self._save(step, metrics, self._strategy.admission.when_full)
 
@@ -490,7 +493,7 @@ def _drain_at_exit(checkpointer: Checkpointer) -> Callable[[], None]:
         try:
             checkpointer.close()
         except CheckpointError as failure:
-            _log.error("at exit: %s", failure)  # noqa: TRY400
+            _log.error("at exit: %s", failure)
 
     atexit.register(drain)
     return drain

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from asymcheck.capture import Capture, dump_capture
+from asymcheck.device.cuda import Pinning
 from asymcheck.device.fence import UpdateHook
 from asymcheck.device.snapshot import (
     Copier,
@@ -27,6 +28,8 @@ from asymcheck.device.snapshot import (
     Placed,
     copy_canaries,
     copy_eager,
+    defer_device_leaves,
+    finish_canaries,
     gather,
     place,
 )
@@ -36,7 +39,7 @@ from asymcheck.events import Sink, Span, Stage, timed
 from asymcheck.memory.arena import Arena, NoRoom, Slot, SlotState, capacity_for
 from asymcheck.persist import Durable, write_checkpoint
 from asymcheck.persister import Persister
-from asymcheck.planning.layout import MiB
+from asymcheck.planning.layout import PAGE_BYTES, MiB
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.strategies import Strategy
 from asymcheck.storage.flush import Encoded
@@ -141,13 +144,35 @@ class Snapshotter:
         self._sink = sink
         self._active: _Active | None = None
         self._turn = 0
+        self._prepared = False
         self._lock = threading.Lock()
         self._drops = 0
         self._blocking = strategy.capture == "blocking"
         self._warned_of_eager = False
         self.latest_step = 0
         self.copier = Copier()
+        self._pinning = Pinning()
+        arena.before_removal = self._pinning.release
         self._hook = UpdateHook(self._watched, self.fence)
+
+    def prepare(self) -> None:
+        """Have the first slot made in the background, now that the state has its full size.
+
+        Without it the first save would block while as much memory as the state is zeroed.
+        """
+        if self._prepared:
+            return
+        self._prepared = True
+        collected = self._state.collect()
+        capacity = capacity_for(sum(s.nbytes + PAGE_BYTES for s in collected.sources), MiB)
+        meta_bytes = sum(200 + 2 * len(s.key) for s in collected.sources) + MiB
+        maker = threading.Thread(
+            target=self._arena.prepare,
+            args=(capacity, meta_bytes),
+            name="asymcheck-arena",
+            daemon=True,
+        )
+        maker.start()
 
     def capture(
         self,
@@ -168,10 +193,13 @@ class Snapshotter:
             CaptureError: No slot was free and ``when_full`` is ``raise``.
         """
         start_s = perf_counter()
+        self._prepared = True
         self.fence()
         collected = self._state.collect()
         self._turn += 1
         placed = place(collected, self._turn)
+        if not self._blocking:
+            placed = defer_device_leaves(placed)
         self._warn_of_eager(placed)
         described = Capture(
             at=at,
@@ -201,9 +229,7 @@ class Snapshotter:
         step = described.at.step
         meta = dump_capture(described)
         capacity = capacity_for(placed.layout.image_bytes, placed.canary_bytes)
-        slot = self._arena.reserve(
-            capacity, len(meta) + MiB, None if when_full == "wait" else 0.0
-        )
+        slot = self._arena.reserve(capacity, len(meta) + MiB, None if when_full == "wait" else 0.0)
         if slot is None:
             why = (
                 f"{self._strategy.admission.max_in_flight} saves are still under way: save less "
@@ -242,11 +268,14 @@ class Snapshotter:
     def _begin(self, described: Capture, placed: Placed, slot: Slot) -> _Active:
         step, blocking = described.at.step, self._blocking
         lazy = any(s.lazy for s in placed.sources)
+        waits = not blocking and (lazy or any(s.deferred for s in placed.sources))
         try:
             with timed(self._sink, Stage.CAPTURE, step, placed.eager_bytes):
                 copy_eager(placed, slot.image, everything=blocking)
-                copy_canaries(placed, slot.canaries)
-            copy = LazyCopy(step, slot, placed)
+                canaries = copy_canaries(placed, slot.canaries)
+                if not waits:
+                    finish_canaries(canaries, slot.canaries)
+            copy = LazyCopy(step, slot, placed, canaries, self._pinning)
         except BaseException:
             self._arena.free(slot)
             raise
@@ -258,16 +287,13 @@ class Snapshotter:
             canaries=bytes(slot.canaries) if blocking else b"",
         )
         self._follow(active, self._persister.begin(slot, step))
-        if blocking or not lazy:
-            slot.copied_bytes = placed.layout.image_bytes
-            slot.state = SlotState.SEALED
-            copy.copied.set()
-            active.handle.captured.set_result(None)
-            self._release(active)
-        else:
+        if waits:
             self.copier.start(copy)
+        else:
+            copy.finish()
+            self._conclude(active)
         # Also a blocking capture is watched, to know when lazy capture may come back.
-        self._active = active if lazy else None
+        self._active = active if lazy or waits else None
         return active
 
     def _follow(self, active: _Active, durable: Future[Durable]) -> None:
@@ -319,7 +345,7 @@ class Snapshotter:
             return
         start_s = perf_counter()
         try:
-            active.copy.copied.wait()
+            active.copy.hold_updates()
         except BaseException:
             self._active = active  # interrupted: the next call fences
             raise
@@ -334,36 +360,42 @@ class Snapshotter:
 
     def _seal(self, active: _Active) -> None:
         copy = active.copy
-        if copy.failure is not None:
-            why, key = f"copying it raised {copy.failure!r}", ""
-        else:
-            key = copy.changed_leaf() or ""
-            why = (
-                f"{key!r} was written to before its copy was complete, by code that is not an "
-                f"optimizer's update: call checkpointer.fence() before such code"
-            )
+        key = copy.changed_leaf()
         if not active.lazily:
             # Copied at the boundary, so it is good; was the window after it quiet?
-            if self._drops and not key and not self._canaries_moved(active):
+            if self._drops and key is None and not self._canaries_moved(active):
                 self._blocking = self._strategy.capture == "blocking"
                 self._drops = 0
             return
-        self._sink(Span(Stage.COPY, copy.step, copy.start_s, copy.duration_s, copy.lazy_bytes))
-        if copy.failure is None and not key:
+        if key is not None:
+            active.dropped = DroppedCheckpoint(
+                copy.step,
+                key,
+                f"{key!r} was written to before its copy was complete, by code that is not an "
+                f"optimizer's update: call checkpointer.fence() before such code",
+            )
+        copy.when_copied(lambda: self._conclude(active))
+
+    def _conclude(self, active: _Active) -> None:
+        """The copy is complete and the state may change: seal the slot, or drop it."""
+        copy = active.copy
+        if copy.failure is not None:
+            active.dropped = DroppedCheckpoint(copy.step, "", f"copying it raised {copy.failure!r}")
+        if copy.duration_s:
+            self._sink(Span(Stage.COPY, copy.step, copy.start_s, copy.duration_s, copy.lazy_bytes))
+        if active.dropped is None:
             copy.slot.copied_bytes = copy.placed.layout.image_bytes
             copy.slot.state = SlotState.SEALED
             active.handle.captured.set_result(None)
-            self._release(active)
-            return
-        active.dropped = DroppedCheckpoint(copy.step, key, why)
-        copy.slot.state = SlotState.DROPPED
-        active.handle.captured.set_exception(active.dropped)
+        else:
+            copy.slot.state = SlotState.DROPPED
+            active.handle.captured.set_exception(active.dropped)
         self._release(active)
 
     @staticmethod
     def _canaries_moved(active: _Active) -> bool:
         now = bytearray(active.copy.placed.canary_bytes)
-        copy_canaries(active.copy.placed, memoryview(now))
+        finish_canaries(copy_canaries(active.copy.placed, memoryview(now)), memoryview(now))
         return now != active.canaries
 
     def note_drop(self) -> None:

@@ -22,9 +22,7 @@ class UpdateHook:
         fence: Called before the update, on the thread that makes it; may block.
     """
 
-    def __init__(
-        self, watched: Callable[[], frozenset[int]], fence: Callable[[], None]
-    ) -> None:
+    def __init__(self, watched: Callable[[], frozenset[int]], fence: Callable[[], None]) -> None:
         self._watched = watched
         self._fence = fence
         # A compiled update must call it at run time, not bake in what it saw while tracing.
@@ -67,6 +65,9 @@ def _touches(optimizer: torch.optim.Optimizer, watched: frozenset[int]) -> bool:
             if param.untyped_storage().data_ptr() in watched:
                 return True
             for value in optimizer.state.get(param, {}).values():
-                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in watched:
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.untyped_storage().data_ptr() in watched
+                ):
                     return True
     return False

@@ -39,6 +39,7 @@ class Source:
         order: As ``Leaf.order``.
         nbytes: Size.
         lazy: Whether it only changes in an update, so that it may be copied until the next.
+        deferred: Whether it is a clone, so that it may be copied at any time.
     """
 
     key: str
@@ -48,6 +49,7 @@ class Source:
     order: tuple[int, ...]
     nbytes: int
     lazy: bool = False
+    deferred: bool = False
 
     def copy_out(self, into: Bytes) -> None:
         """Copy the values into host bytes; blocks."""

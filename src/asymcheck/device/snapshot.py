@@ -12,15 +12,16 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from time import perf_counter, thread_time
 
 import numpy as np
 import torch
 
 from asymcheck.capture import Canary, place_canary
+from asymcheck.device.cuda import Boundary, DeviceCopy, Pinning
 from asymcheck.device.leaves import Collector, Source
-from asymcheck.device.tensors import Bytes, as_bytes
+from asymcheck.device.tensors import as_bytes
 from asymcheck.memory.arena import Slot
 from asymcheck.planning.layout import Extent, Layout, MiB, lay_out
 from asymcheck.storage.index import Leaf
@@ -79,6 +80,25 @@ def place(collected: Collector, turn: int) -> Placed:
     return Placed(sources, leaves, extents, layout, canaries)
 
 
+def defer_device_leaves(placed: Placed) -> Placed:
+    """Clone eager leaves where they are on a device, so that the host need not wait for it.
+
+    The clones are ordered before the next update by the device itself, and copied to the host
+    behind the training like lazy leaves.
+    """
+    return replace(placed, sources=tuple(_deferred(s) for s in placed.sources))
+
+
+def _deferred(source: Source) -> Source:
+    array = source.array
+    if source.lazy or not isinstance(array, torch.Tensor) or array.device.type == "cpu":
+        return source
+    plain = array.permute(source.order) if source.order else array
+    clone = plain.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    # The clone lies in storage order already; shape and order only matter to the index.
+    return replace(source, array=clone, order=(), deferred=bool(source.nbytes))
+
+
 def copy_eager(placed: Placed, image: memoryview, *, everything: bool = False) -> None:
     """Copy what may not wait, and zero the gaps between leaves; blocks.
 
@@ -95,7 +115,7 @@ def copy_eager(placed: Placed, image: memoryview, *, everything: bool = False) -
         if extent.start > at:
             into[at : extent.start] = 0
         at = extent.stop
-        if everything or not source.lazy:
+        if everything or not (source.lazy or source.deferred):
             source.copy_out(into[extent.start : extent.stop])
 
 
@@ -111,7 +131,7 @@ def gather(placed: Placed, extent: Extent) -> memoryview:
             continue
         if source.lazy:
             piece = _flat(source)[lo - where.start : hi - where.start]
-            _copy_piece(piece, buffer[lo - extent.start : hi - extent.start])
+            buffer[lo - extent.start : hi - extent.start] = piece.cpu().numpy()
         else:
             whole = np.empty(source.nbytes, np.uint8)
             source.copy_out(whole)
@@ -120,18 +140,37 @@ def gather(placed: Placed, extent: Extent) -> memoryview:
     return buffer.data
 
 
-def copy_canaries(placed: Placed, into: memoryview) -> None:
-    """Copy the canary elements of every lazy leaf; blocks."""
+def copy_canaries(placed: Placed, into: memoryview) -> list[tuple[torch.Tensor, int]]:
+    """Copy the canary elements of every lazy leaf, as they are now.
+
+    Returns:
+        What is cloned on a device and still to be copied, with its offset in ``into``: the
+        host does not wait for a device here.
+    """
     values = np.frombuffer(into, np.uint8)
-    at = 0
+    at, rest = 0, []
     for canary in placed.canaries:
         source, extent = placed.sources[canary.leaf], placed.extents[canary.leaf]
-        flat = _flat(source).view(-1, canary.itemsize)
-        first = (canary.first - extent.start) // canary.itemsize
-        step = canary.stride // canary.itemsize
-        picked = flat[first : first + (canary.count - 1) * step + 1 : step]
-        values[at : at + canary.nbytes] = picked.cpu().numpy().reshape(-1)
+        size = canary.itemsize
+        first = (canary.first - extent.start) // size
+        picks = slice(
+            first, first + (canary.count - 1) * (canary.stride // size) + 1, canary.stride // size
+        )
+        flat = _flat(source)
+        if flat.device.type == "cpu":
+            picked = flat.numpy().reshape(-1, size)[picks]
+            values[at : at + canary.nbytes].reshape(-1, size)[:] = picked
+        else:
+            rest.append((flat.view(-1, size)[picks].reshape(-1).clone(), at))
         at += canary.nbytes
+    return rest
+
+
+def finish_canaries(rest: list[tuple[torch.Tensor, int]], into: memoryview) -> None:
+    """Copy what ``copy_canaries`` left on devices; blocks."""
+    values = np.frombuffer(into, np.uint8)
+    for picked, at in rest:
+        values[at : at + picked.numel()] = picked.cpu().numpy()
 
 
 def _flat(source: Source) -> torch.Tensor:
@@ -141,14 +180,21 @@ def _flat(source: Source) -> torch.Tensor:
     return as_bytes(array)
 
 
-@dataclass
 class LazyCopy:
-    """Lazy leaves on their way into a slot. Holds the sources alive until they are copied.
+    """Leaves on their way into a slot. Holds the sources alive until they are copied.
 
-    Attributes:
+    Made on the training thread at the boundary.
+
+    Args:
         step: Step of the checkpoint.
         slot: Where to.
         placed: What.
+        canaries: What ``copy_canaries`` left on devices.
+        pinning: Registers slots for copies off a CUDA device.
+
+    Attributes:
+        issued: Set when the host need not wait any more: every copy is done, or queued on a
+            device stream that the next update can wait for.
         copied: Set when the last byte is there, or the copy failed.
         failure: Why it failed.
         start_s: ``perf_counter`` when the first byte was copied.
@@ -156,18 +202,30 @@ class LazyCopy:
         cpu_s: CPU seconds of the copying thread.
     """
 
-    step: int
-    slot: Slot
-    placed: Placed
-    copied: threading.Event = field(default_factory=threading.Event)
-    failure: BaseException | None = None
-    start_s: float = 0.0
-    duration_s: float = 0.0
-    cpu_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        watched = [s for s in self.placed.sources if s.lazy]
-        self._watched = [(s.key, s.array) for s in watched if isinstance(s.array, torch.Tensor)]
+    def __init__(
+        self,
+        step: int,
+        slot: Slot,
+        placed: Placed,
+        canaries: list[tuple[torch.Tensor, int]],
+        pinning: Pinning,
+    ) -> None:
+        self.step = step
+        self.slot = slot
+        self.placed = placed
+        self.issued = threading.Event()
+        self.copied = threading.Event()
+        self.failure: BaseException | None = None
+        self.start_s = self.duration_s = self.cpu_s = 0.0
+        self._canaries = canaries
+        self._pinning = pinning
+        self._lock = threading.Lock()
+        self._after: Callable[[], None] | None = None
+        waiting = [s for s in placed.sources if s.lazy or s.deferred]
+        self._boundary = Boundary(s.array for s in waiting if isinstance(s.array, torch.Tensor))
+        self._device: DeviceCopy | None = None
+        lazy = [s for s in placed.sources if s.lazy]
+        self._watched = [(s.key, s.array) for s in lazy if isinstance(s.array, torch.Tensor)]
         self._versions = [_version(a) for _, a in self._watched]
         self.storages = frozenset(a.untyped_storage().data_ptr() for _, a in self._watched)
 
@@ -183,13 +241,81 @@ class LazyCopy:
                 return key
         return None
 
+    def hold_updates(self) -> None:
+        """Return once the state may change: blocks the host until every copy is issued, and
+        makes the device streams wait for the rest.
+        """
+        self.issued.wait()
+        if self._device is not None:
+            self._device.hold_updates()
+
+    def when_copied(self, action: Callable[[], None]) -> None:
+        """Run ``action`` once the copy is complete: now, or later on the copying thread."""
+        with self._lock:
+            if not self.copied.is_set():
+                self._after = action
+                return
+        action()
+
+    def run(self, between: Callable[[], None]) -> None:
+        """Copy, on the copying thread."""
+        self.start_s, cpu_s = perf_counter(), thread_time()
+        try:
+            self._copy(between)
+        except BaseException as failure:  # noqa: BLE001  the training thread sees it
+            self.failure = failure
+        self.duration_s = perf_counter() - self.start_s
+        self.cpu_s = thread_time() - cpu_s
+        self.finish()
+
+    def finish(self) -> None:
+        """Say that the copy is complete."""
+        with self._lock:
+            self.copied.set()
+            after, self._after = self._after, None
+        self.issued.set()
+        if after is not None:
+            after()
+
+    def _copy(self, between: Callable[[], None]) -> None:
+        into = np.frombuffer(self.slot.image, np.uint8)
+        if self._boundary:
+            pinned = self._pinning.is_pinned(self.slot)
+            self._device = DeviceCopy(self._boundary, pinned=pinned)
+            values = np.frombuffer(self.slot.canaries, np.uint8)
+            for picked, at in self._canaries:
+                self._device.issue(picked, values[at : at + picked.numel()], 0)
+        for source, extent in zip(self.placed.sources, self.placed.extents, strict=True):
+            if not (source.lazy or source.deferred):
+                self._note(extent.stop)
+                continue
+            flat = _flat(source)
+            for piece in _pieces(extent):
+                between()
+                part = flat[piece.start - extent.start : piece.stop - extent.start]
+                target = into[piece.start : piece.stop]
+                if self._device is not None and part.device.type == "cuda":
+                    self._device.issue(part, target, piece.stop)
+                else:
+                    np.copyto(target, part.numpy())  # without the interpreter lock
+                    self._note(piece.stop)
+        if self._device is not None:
+            self._device.finish_issuing()
+            self.issued.set()
+            self._device.wait(self.slot)
+            self.slot.copied_bytes = self.placed.layout.image_bytes
+
+    def _note(self, upto: int) -> None:
+        if self._device is None and upto > self.slot.copied_bytes:
+            self.slot.copied_bytes = upto
+
 
 def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
 class Copier:
-    """A daemon thread that copies lazy leaves into slots, a piece at a time.
+    """A daemon thread that copies leaves into slots, a piece at a time.
 
     A piece is at most ``PIECE_BYTES``; the interpreter lock is free while one is copied, and
     the slot says after each how far the image is complete.
@@ -214,28 +340,7 @@ class Copier:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job.start_s, cpu_s = perf_counter(), thread_time()
-            try:
-                self._copy(job)
-            except BaseException as failure:  # noqa: BLE001  the training thread sees it
-                job.failure = failure
-            job.duration_s = perf_counter() - job.start_s
-            job.cpu_s = thread_time() - cpu_s
-            job.copied.set()
-
-    def _copy(self, job: LazyCopy) -> None:
-        into = np.frombuffer(job.slot.image, np.uint8)
-        placed = job.placed
-        for source, extent in zip(placed.sources, placed.extents, strict=True):
-            if source.lazy:
-                flat = _flat(source)
-                for piece in _pieces(extent):
-                    self.between()
-                    lo, hi = piece.start - extent.start, piece.stop - extent.start
-                    _copy_piece(flat[lo:hi], into[piece.start : piece.stop])
-                    job.slot.copied_bytes = piece.stop
-            elif extent.nbytes:
-                job.slot.copied_bytes = extent.stop
+            job.run(self.between)
 
 
 def _pieces(extent: Extent) -> Sequence[Extent]:
@@ -243,10 +348,3 @@ def _pieces(extent: Extent) -> Sequence[Extent]:
         Extent(lo, min(lo + PIECE_BYTES, extent.stop))
         for lo in range(extent.start, extent.stop, PIECE_BYTES)
     ]
-
-
-def _copy_piece(source: torch.Tensor, into: Bytes) -> None:
-    if source.device.type == "cpu":
-        np.copyto(into, source.numpy())  # one thread, without the interpreter lock
-    else:
-        torch.from_numpy(into).copy_(source)

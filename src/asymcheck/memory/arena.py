@@ -23,7 +23,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from asymcheck.memory.host import available_bytes, read_text
-from asymcheck.planning.layout import MiB, PAGE_BYTES, align_up
+from asymcheck.planning.layout import PAGE_BYTES, MiB, align_up
 
 SHARED_MEMORY = Path("/dev/shm")
 _MAGIC = int.from_bytes(b"asymslt1", "little")
@@ -225,6 +225,11 @@ class Slot:
         return self._bytes[PAGE_BYTES : PAGE_BYTES + end]
 
     @property
+    def content(self) -> memoryview:
+        """All room for image and canaries."""
+        return self._bytes[PAGE_BYTES : PAGE_BYTES + self._words[_Word.CAPACITY]]
+
+    @property
     def canaries(self) -> memoryview:
         """Values taken at the boundary, to compare with the image."""
         at = PAGE_BYTES + align_up(self._words[_Word.IMAGE], PAGE_BYTES)
@@ -279,7 +284,7 @@ def owner_of(path: Path) -> int:
     return int(found[4]) if found else 0
 
 
-class NoRoom(Exception):  # noqa: N818  a condition that the session answers, never the user
+class NoRoom(Exception):
     """There is not even memory for one slot."""
 
 
@@ -293,6 +298,9 @@ class Arena:
         warn: Called once, with what was done instead, when there is too little room.
         directories: Where to make slots, in order of preference; ``Path()`` is memory
             without a name, which does not outlive the processes that hold it.
+
+    Attributes:
+        before_removal: Called with a slot before its memory goes.
     """
 
     def __init__(
@@ -312,6 +320,7 @@ class Arena:
         self._free: list[Slot | None] = [None] * slots
         self._tokens: set[int] = set()
         self._closed = False
+        self.before_removal: Callable[[Slot], None] = lambda slot: None
         self._changed = threading.Condition()
 
     def tokens(self) -> list[int]:
@@ -361,6 +370,27 @@ class Arena:
                     + "; give the container more (docker: --shm-size), see 'asymcheck doctor'"
                 )
 
+    def prepare(self, capacity_bytes: int, meta_bytes: int) -> None:
+        """Make the first slot ahead of its need; blocks while the memory is made.
+
+        Meant for a thread of its own: making a slot takes as long as zeroing it. A
+        ``reserve`` in the meantime waits for it.
+        """
+        with self._changed:
+            if self._count == 0 or None not in self._free:
+                return
+            self._free.remove(None)
+        slot = None
+        try:
+            slot = self._make(capacity_bytes, meta_bytes)
+        finally:
+            with self._changed:
+                if self._closed and slot is not None:
+                    self._remove(slot)
+                else:
+                    self._free.append(slot)
+                    self._changed.notify()
+
     def free(self, slot: Slot) -> None:
         """Give a slot back; any thread may."""
         slot.state = SlotState.FREE
@@ -382,6 +412,7 @@ class Arena:
 
     def _remove(self, slot: Slot) -> None:
         self._tokens.discard(slot.token)
+        self.before_removal(slot)
         slot.close(unlink=True)
 
     def _make(self, capacity_bytes: int, meta_bytes: int) -> Slot | None:

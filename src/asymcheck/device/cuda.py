@@ -1,0 +1,135 @@
+"""Copies off a CUDA device: on a stream of their own, behind an event of the boundary.
+
+The host does not wait for the device: the training thread records an event when the state is
+live, a side stream waits for it and copies into pinned memory, and the fence makes the current
+stream wait for the copies rather than the host. Not run on a machine without a device; the
+tests marked ``gpu`` hold it to the path of the CPU bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from asymcheck.device.tensors import Bytes
+from asymcheck.memory.arena import Slot
+
+STAGING_BYTES = 8 << 20
+
+
+class Pinning:
+    """Registers the memory of slots with the driver, each once.
+
+    Where the driver refuses (a limit on locked memory), copies go through a small pinned
+    buffer and a copy on the host.
+    """
+
+    def __init__(self) -> None:
+        self._registered: dict[int, bool] = {}
+
+    def is_pinned(self, slot: Slot) -> bool:
+        """Whether the slot's image can be copied into directly; registers it at first."""
+        known = self._registered.get(slot.token)
+        if known is None:
+            whole = slot.content
+            address = np.frombuffer(whole, np.uint8).ctypes.data
+            status = torch.cuda.cudart().cudaHostRegister(address, whole.nbytes, 0)
+            known = int(status) == 0
+            self._registered[slot.token] = known
+        return known
+
+    def release(self, slot: Slot) -> None:
+        """Take a registration back, before the slot is unmapped."""
+        if self._registered.pop(slot.token, False):
+            address = np.frombuffer(slot.content, np.uint8).ctypes.data
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class Boundary:
+    """The moment on each device when the state was live. Made on the training thread.
+
+    Args:
+        tensors: What will be copied; only their devices matter.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._events: dict[torch.device, torch.cuda.Event] = {}
+        for device in {t.device for t in tensors if t.device.type == "cuda"}:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            self._events[device] = event
+
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
+    def open_streams(self) -> dict[torch.device, torch.cuda.Stream]:
+        """A side stream per device that starts after the boundary. On the copying thread."""
+        streams = {}
+        for device, event in self._events.items():
+            stream = torch.cuda.Stream(device)
+            stream.wait_event(event)
+            streams[device] = stream
+        return streams
+
+
+class DeviceCopy:
+    """Issues copies of one capture; ``issue`` and ``wait`` are for the copying thread.
+
+    Args:
+        boundary: What the copies come after.
+        pinned: Whether the target memory is pinned.
+    """
+
+    def __init__(self, boundary: Boundary, *, pinned: bool) -> None:
+        self._streams = boundary.open_streams()
+        self._pinned = pinned
+        self._staging: torch.Tensor | None = None
+        self._marks: list[tuple[torch.cuda.Event, int]] = []
+        self.done: dict[torch.device, torch.cuda.Event] = {}
+
+    def issue(self, source: torch.Tensor, into: Bytes, upto: int) -> None:
+        """Copy bytes from a device; with pinned memory this returns at once.
+
+        Args:
+            source: Flat bytes on a device, kept alive by the caller until ``wait`` is over.
+            into: Host memory of the same length.
+            upto: What ``wait`` reports once this piece is there.
+        """
+        stream = self._streams[source.device]
+        event = torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            if self._pinned:
+                torch.from_numpy(into).copy_(source, non_blocking=True)
+                event.record(stream)
+            else:
+                staging = self._staged(source.numel())
+                staging.copy_(source, non_blocking=True)
+                event.record(stream)
+                event.synchronize()
+                np.copyto(into, staging.numpy())
+        self._marks.append((event, upto))
+
+    def finish_issuing(self) -> None:
+        """Record the event of the last piece on each device: the fence waits for these."""
+        for device, stream in self._streams.items():
+            event = torch.cuda.Event()
+            event.record(stream)
+            self.done[device] = event
+
+    def wait(self, slot: Slot) -> None:
+        """Block until every piece is there, and say so in the slot piece by piece."""
+        for event, upto in self._marks:
+            event.synchronize()
+            slot.copied_bytes = max(slot.copied_bytes, upto)
+
+    def hold_updates(self) -> None:
+        """Make each current stream wait for the copies. On the thread that updates."""
+        for device, event in self.done.items():
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def _staged(self, nbytes: int) -> torch.Tensor:
+        if self._staging is None or self._staging.numel() < nbytes:
+            self._staging = torch.empty(max(nbytes, STAGING_BYTES), dtype=torch.uint8).pin_memory()
+        return self._staging[:nbytes]

@@ -1,0 +1,365 @@
+"""One measured training in a process of its own: ``python -m asymcheck_lab.bench_run SPEC``.
+
+Torch and the systems are imported when they are needed: a process that a system spawns
+imports this module again, and must not pay for what it does not use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter, process_time, thread_time
+from typing import TYPE_CHECKING, Any
+
+from asymcheck_lab.errors import RunError
+
+if TYPE_CHECKING:
+
+    from asymcheck_lab.models import Size
+    from asymcheck_lab.rivals import Job, System
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_SEED = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """One run.
+
+    Attributes:
+        system: A name out of ``rivals.RIVALS``.
+        size: ``124m`` or ``tiny``.
+        steps: Counted steps.
+        every: Steps between two checkpoints; one is due after the first counted step.
+        warmup: Steps before, at most ``every``; after the last one a first checkpoint is
+            saved and waited for.
+        cores: The process and all that it starts stay on them.
+        folder: Checkpoints go below it; empty.
+        verify: Whether to load every checkpoint back and compare it with the state that was
+            saved. Costs time in the middle of steps: such a run is not to be timed.
+    """
+
+    system: str
+    size: str
+    steps: int
+    every: int
+    warmup: int
+    cores: tuple[int, ...]
+    folder: str
+    verify: bool = False
+
+    @property
+    def first_counted(self) -> int:
+        """Number of the first counted step; the warm-up's last one is saved explicitly."""
+        return self.every
+
+    @property
+    def due_steps(self) -> list[int]:
+        """Counted steps after which a checkpoint is due."""
+        counted = range(self.first_counted, self.first_counted + self.steps)
+        return [step for step in counted if step % self.every == 0]
+
+
+@dataclass
+class Watch:
+    """Adds up the time of calls on the training thread, by the checkpoint that it belongs to.
+
+    What comes before the next checkpoint is due belongs to the latest one.
+    """
+
+    blocked_s: dict[int, float] = field(default_factory=dict)
+    owner: int = 0
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Run ``action``; its time counts as blocked."""
+        start_s = perf_counter()
+        action()
+        self.add(perf_counter() - start_s)
+
+    def add(self, seconds: float) -> None:
+        """Count time as blocked."""
+        self.blocked_s[self.owner] = self.blocked_s.get(self.owner, 0.0) + seconds
+
+
+@dataclass(frozen=True, slots=True)
+class CpuClock:
+    """CPU seconds so far.
+
+    Attributes:
+        training_s: Of the training thread.
+        background_s: Of every other thread of the process, and of every process below it.
+        machine_s: Of everything on the machine, the kernel's own threads included.
+        steal_s: That the machine's host took away.
+    """
+
+    training_s: float
+    background_s: float
+    machine_s: float
+    steal_s: float
+
+    @staticmethod
+    def now() -> CpuClock:
+        """Read it; on the training thread."""
+        training_s = thread_time()
+        others_s = process_time() - training_s
+        reaped = resource.getrusage(resource.RUSAGE_CHILDREN)
+        children_s = reaped.ru_utime + reaped.ru_stime
+        children_s += sum(_cpu_of(pid) for pid in descendants(os.getpid()))
+        machine_s, steal_s = _machine_cpu()
+        return CpuClock(training_s, others_s + children_s, machine_s, steal_s)
+
+    def since(self, start: CpuClock) -> dict[str, float]:
+        """What was used since then, as fields of a record."""
+        return {
+            "training_cpu_s": self.training_s - start.training_s,
+            "background_cpu_s": self.background_s - start.background_s,
+            "machine_cpu_s": self.machine_s - start.machine_s,
+            "steal_s": self.steal_s - start.steal_s,
+        }
+
+
+def _stat_of(pid: int) -> list[str]:
+    """Fields of a process from its state on, empty when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def _cpu_of(pid: int) -> float:
+    fields = _stat_of(pid)
+    # utime, stime, and those of children that it has waited for
+    return sum(int(ticks) for ticks in fields[11:15]) / _TICKS
+
+
+def _machine_cpu() -> tuple[float, float]:
+    words = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()
+    user, nice, system, _, _, irq, softirq, steal = (int(word) for word in words[1:9])
+    return (user + nice + system + irq + softirq) / _TICKS, steal / _TICKS
+
+
+def descendants(root: int) -> list[int]:
+    """Every living process below ``root``, without it."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            fields = _stat_of(int(name))
+            if fields:
+                children.setdefault(int(fields[1]), []).append(int(name))
+    found: list[int] = []
+    left = [root]
+    while left:
+        below = children.get(left.pop(), [])
+        found += below
+        left += below
+    return found
+
+
+def measure(spec: RunSpec) -> dict[str, Any]:
+    """Train and save as ``spec`` says; blocks.
+
+    Returns:
+        What was measured, as fields of a record.
+
+    Raises:
+        RunError: A checkpoint was lost.
+    """
+    os.sched_setaffinity(0, spec.cores)
+
+    import torch
+
+    torch.set_num_threads(1)
+    run = _Run(spec)
+    measured = run.go()
+    if spec.verify:
+        measured["verified"] = run.verify()
+    run.system.close()
+    return measured
+
+
+class _Run:
+    """The live objects of one run."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        from asymcheck_lab.rivals import RIVALS
+
+        self._spec = spec
+        self._workload = _Workload(spec)
+        self._watch = Watch()
+        self._since_s = 0.0
+        self._saved: dict[int, dict[str, str]] = {}
+        # Hooks run in the order in which they were registered: what a system registers for
+        # itself lies between these two, and so does its time.
+        register_optimizer_step_pre_hook(self._before_hooks)
+        self.system: System = RIVALS[spec.system].make(self._job(self._workload))
+        self.system.start()
+        register_optimizer_step_pre_hook(self._after_hooks)
+
+    def _job(self, workload: _Workload) -> Job:
+        from asymcheck_lab.rivals import Job
+
+        folder = Path(self._spec.folder)
+        return Job(workload.model, workload.optimizer, folder, self._spec.every)
+
+    def go(self) -> dict[str, Any]:
+        """Warm up, then measure."""
+        spec, system = self._spec, self.system
+        first = spec.first_counted
+        boundaries: dict[int, float] = {}
+        for step in range(first - spec.warmup, first):
+            self._step(step, step == first - 1, boundaries)
+        system.drain()
+        cpu = CpuClock.now()
+        begin_s = perf_counter()
+        step_s = []
+        for step in range(first, first + spec.steps):
+            start_s = perf_counter()
+            self._step(step, step in spec.due_steps, boundaries)
+            step_s.append(perf_counter() - start_s)
+        loop_s = perf_counter() - begin_s
+        system.drain()
+        whole_s = perf_counter() - begin_s
+        used = CpuClock.now().since(cpu)
+        warmed, *counted = [self._checkpoint(step, at_s) for step, at_s in boundaries.items()]
+        return {
+            "state_bytes": self._workload.state_bytes(),
+            "step_s": step_s,
+            "loop_s": loop_s,
+            "whole_s": whole_s,
+            "first_checkpoint": warmed,
+            "checkpoints": counted,
+            **used,
+            "details": system.details(),
+        }
+
+    def _checkpoint(self, step: int, boundary_s: float) -> dict[str, Any]:
+        durable_s = None
+        if self._spec.system != "none":
+            if step not in self.system.durable_s:
+                raise RunError(f"step {step}: never became durable with {self._spec.system}")
+            durable_s = self.system.durable_s[step] - boundary_s
+        blocked_s = self._watch.blocked_s.get(step, 0.0)
+        return {"step": step, "blocked_s": blocked_s, "durable_s": durable_s}
+
+    def _step(self, step: int, due: bool, boundaries: dict[int, float]) -> None:
+        work, watch, system = self._workload, self._watch, self.system
+        work.forward_and_backward()
+        watch.call(system.before_update)
+        work.optimizer.step()
+        work.optimizer.zero_grad()
+        if due:
+            if self._spec.verify:
+                self._saved[step] = work.fingerprint()
+            watch.owner = step
+            boundaries[step] = perf_counter()
+        watch.call(lambda: system.after_update(step, due=due))
+
+    def _before_hooks(self, *_: object) -> None:
+        self._since_s = perf_counter()
+
+    def _after_hooks(self, *_: object) -> None:
+        self._watch.add(perf_counter() - self._since_s)
+
+    def verify(self) -> bool:
+        """Load every checkpoint back and compare it with what was live when it was taken.
+
+        Raises:
+            RunError: One differs; names the step and the first pieces.
+        """
+        from asymcheck_lab.rivals import RIVALS, RNG
+
+        restores_rng = RNG not in RIVALS[self._spec.system].omits
+        for step, saved in self._saved.items():
+            if self._spec.system == "none":
+                break
+            fresh = _Workload(self._spec, seed=_SEED + 1)
+            self.system.load(step, self._job(fresh))
+            found = fresh.fingerprint()
+            wrong = [
+                name
+                for name in sorted(saved.keys() | found.keys())
+                if saved.get(name) != found.get(name)
+                and (restores_rng or not name.startswith("rng/"))
+            ]
+            if wrong:
+                raise RunError(
+                    f"step {step} of {self._spec.system} loads back differently: {wrong[:5]}, "
+                    f"{len(wrong)} of {len(saved)} pieces"
+                )
+        return True
+
+
+class _Workload:
+    """A language model on real text, trained on one thread."""
+
+    def __init__(self, spec: RunSpec, seed: int = _SEED) -> None:
+        import torch
+
+        from asymcheck_lab.data import BatchLoader, load_text
+        from asymcheck_lab.models import find
+        from asymcheck_lab.train import seed_everything
+
+        seed_everything(seed)
+        self._family, tiny = find("gpt2", "tiny")
+        size = tiny if spec.size == "tiny" else _gpt2_124m()
+        text = load_text()
+        self._batches = BatchLoader(text, context=size.context, batch=size.batch, seed=seed)
+        self.model = self._family.build(size)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=size.learning_rate)
+
+    def forward_and_backward(self) -> None:
+        """One batch, up to the gradients."""
+        import torch
+
+        tokens = torch.from_numpy(next(self._batches))
+        self._family.loss(self.model, tokens, tokens).backward()  # type: ignore[no-untyped-call]
+
+    def fingerprint(self) -> dict[str, str]:
+        """What a checkpoint has to bring back."""
+        from asymcheck_lab.fingerprint import fingerprint
+
+        return fingerprint(self.model, self.optimizer, {})
+
+    def state_bytes(self) -> int:
+        """Bytes of parameters and optimizer state, each tensor once."""
+        import torch
+
+        moments = (
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
+        return sum(t.nbytes for t in (*self.model.parameters(), *moments))
+
+
+def _gpt2_124m() -> Size:
+    """GPT-2 as its configuration's defaults make it, on windows of 128 tokens."""
+    from asymcheck_lab.models import Size
+
+    return Size(
+        context=128,
+        batch=1,
+        learning_rate=1e-4,
+        warmup_steps=1,
+        config={"vocab_size": 50257, "n_positions": 1024},
+    )
+
+
+def main() -> None:
+    """Entry of the process: the specification as JSON, and the file for what was measured."""
+    spec = RunSpec(**json.loads(sys.argv[1]))
+    measured = measure(spec)
+    Path(sys.argv[2]).write_text(json.dumps(measured), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
