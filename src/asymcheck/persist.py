@@ -23,7 +23,14 @@ from time import monotonic, perf_counter, process_time, sleep
 from typing import Any
 
 from asymcheck.capture import Capture, find_torn_leaf, parse_capture
-from asymcheck.errors import CheckpointError, DroppedCheckpoint, StoreError, SupersededWriter
+from asymcheck.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    DroppedCheckpoint,
+    NoCheckpoint,
+    StoreError,
+    SupersededWriter,
+)
 from asymcheck.events import Sink, Span, Stage, timed
 from asymcheck.memory.arena import ProcessId, Slot, SlotState
 from asymcheck.planning.layout import PAGE_BYTES, Extent, align_up
@@ -73,7 +80,8 @@ def persist(
 
     Starts while the slot is still being filled: each chunk is hashed and written as soon as
     it is complete. Nothing is committed before the slot is sealed and its canaries agree. On
-    failure everything that was written is removed again, as far as the store lets it.
+    failure everything that was written is removed again, as far as the store lets it. What
+    was committed before is left as it is.
 
     Args:
         repository: Where to.
@@ -88,6 +96,9 @@ def persist(
         SupersededWriter: A newer attempt has claimed the root.
     """
     capture = parse_capture(slot.meta, f"slot {slot.path or '(no name)'}")
+    committed = _find_committed(repository, capture)
+    if committed is not None:
+        return committed
     image = slot.image
 
     def encode(extent: Extent) -> Encoded:
@@ -107,6 +118,27 @@ def persist(
             )
 
     return write_checkpoint(repository, capture, encode, check, retention, sink)
+
+
+def _find_committed(repository: Repository, capture: Capture) -> Durable | None:
+    """The checkpoint, where it was committed by a process that died before it could say so.
+
+    Writing it again would put it at risk: what fails half-way is removed.
+    """
+    try:
+        with repository.open(capture.at) as checkpoint:
+            stored_bytes = checkpoint.manifest.stored_bytes
+    except (NoCheckpoint, CorruptCheckpoint):
+        return None
+    return Durable(
+        step=capture.at.step,
+        attempt=capture.at.attempt,
+        raw_bytes=capture.raw_bytes,
+        stored_bytes=stored_bytes,
+        persist_s=0.0,
+        durable_s=perf_counter() - capture.boundary_s,
+        cpu_s=0.0,
+    )
 
 
 def write_checkpoint(

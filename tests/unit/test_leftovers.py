@@ -49,12 +49,12 @@ def make_slot(
     repository: Repository,
     owner: int,
     state: SlotState = SlotState.SEALED,
-    at: CheckpointId = CheckpointId(1, 3),
+    attempt: int = 1,
 ) -> Path:
     name = slot_name(repository.run, 0, 1).replace(f"-{os.getpid()}-", f"-{owner}-")
     slot = Slot.create(directory, name, 1 << 16, 1 << 16)
     capture = Capture(
-        at=at,
+        at=CheckpointId(attempt, 3),
         leaves=(Leaf("w", "uint8", (len(DATA),), 0, len(DATA), ()),),
         aliases={},
         chunks=(Extent(0, len(DATA)),),
@@ -165,9 +165,7 @@ def test_what_was_committed_just_before_the_kill_is_not_touched_again(
     slot = Slot.open(path)
     persist(repository, slot, Retention(), discard, lambda: False)
     slot.close(unlink=False)  # committed, and killed before the slot was freed
-    failing = Repository(
-        FaultyStore(repository.store, Fault(op="write", times=0)), repository.run
-    )
+    failing = Repository(FaultyStore(repository.store, Fault(op="write", times=0)), repository.run)
     said: list[str] = []
     take_over(failing, Retention(), discard, 1.0, said.append, tmp_path)
     assert steps(repository) == [3], "a committed checkpoint was removed"
