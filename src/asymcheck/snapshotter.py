@@ -39,7 +39,7 @@ from asymcheck.events import Sink, Span, Stage, timed
 from asymcheck.memory.arena import Arena, NoRoom, Slot, SlotState, capacity_for
 from asymcheck.persist import Durable, write_checkpoint
 from asymcheck.persister import Persister
-from asymcheck.planning.layout import PAGE_BYTES, MiB
+from asymcheck.planning.layout import MiB
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.strategies import Strategy
 from asymcheck.storage.flush import Encoded
@@ -164,7 +164,8 @@ class Snapshotter:
             return
         self._prepared = True
         collected = self._state.collect()
-        capacity = capacity_for(sum(s.nbytes + PAGE_BYTES for s in collected.sources), MiB)
+        placed = place(collected, 0)
+        capacity = capacity_for(placed.layout.image_bytes, placed.canary_bytes)
         meta_bytes = sum(200 + 2 * len(s.key) for s in collected.sources) + MiB
         maker = threading.Thread(
             target=self._arena.prepare,

@@ -141,7 +141,10 @@ class Encoder:
         return self.encode(found, path)
 
     def _encode_sequence(self, value: Iterable[Any], path: str) -> Json:
-        items = [self.encode(v, join(path, i)) for i, v in enumerate(value)]
+        if all(type(v) is int and -_SAFE_INT < v < _SAFE_INT for v in value):
+            items = list(value)  # such as the 624 words of a generator, at every save
+        else:
+            items = [self.encode(v, join(path, i)) for i, v in enumerate(value)]
         if isinstance(value, list):
             return items
         if isinstance(value, collections.deque):
