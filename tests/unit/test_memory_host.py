@@ -11,6 +11,7 @@ from asymcheck.memory.host import (
     UNLIMITED_BYTES,
     MemoryLimit,
     available_bytes,
+    core_limit,
     memory_limits,
     mount_of,
     mounts,
@@ -94,8 +95,29 @@ def test_a_group_above_its_limit_leaves_nothing_and_not_less() -> None:
     assert MemoryLimit("/x", GIB, 2 * GIB).room_bytes == 0
 
 
+def test_the_smallest_share_of_the_cores_counts() -> None:
+    files: dict[str, object] = {
+        "/proc/self/cgroup": "0::/pod/box\n",
+        "/proc/self/mountinfo": V2_MOUNT,
+        "/sys/fs/cgroup/pod/box/cpu.max": "max 100000",
+        "/sys/fs/cgroup/pod/cpu.max": "150000 100000",
+        "/sys/fs/cgroup/cpu.max": "400000 100000",
+    }
+    assert core_limit(reader(files)) == 1.5
+    first: dict[str, object] = {
+        "/proc/self/cgroup": "3:cpu,cpuacct:/\n",
+        "/proc/self/mountinfo": "1 0 0:1 / /sys/cpu rw - cgroup cgroup rw,cpu,cpuacct\n",
+        "/sys/cpu/cpu.cfs_quota_us": "50000\n",
+        "/sys/cpu/cpu.cfs_period_us": "100000\n",
+    }
+    assert core_limit(reader(first)) == 0.5
+    first["/sys/cpu/cpu.cfs_quota_us"] = "-1\n"
+    assert core_limit(reader(first)) is None
+
+
 def test_where_the_kernel_says_nothing_there_is_no_limit() -> None:
     assert available_bytes(lambda path: "") == UNLIMITED_BYTES
+    assert core_limit(lambda path: "") is None
 
 
 @pytest.mark.parametrize(

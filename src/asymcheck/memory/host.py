@@ -1,4 +1,4 @@
-"""What the host gives: mounted file systems, and how much memory may still be taken."""
+"""What the host, the container and the job give: file systems, memory and cores."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class MemoryLimit:
 def memory_limits(read: Read = read_text) -> list[MemoryLimit]:
     """Limits of the control groups of this process, from its own up to the outermost one."""
     found = []
-    for directory, is_v2 in _memory_groups(read):
+    for directory, is_v2 in _groups("memory", read):
         names = _V2 if is_v2 else _V1
         limit = _number(read(f"{directory}/{names[0]}"))
         used = _number(read(f"{directory}/{names[1]}"))
@@ -114,19 +114,35 @@ def available_bytes(read: Read = read_text) -> int:
     return min([room, *(limit.room_bytes for limit in memory_limits(read))])
 
 
-def _memory_groups(read: Read) -> Iterator[tuple[str, bool]]:
-    """Directories of the control groups that bound the memory of this process."""
+def core_limit(read: Read = read_text) -> float | None:
+    """Cores' worth of time that the control groups of this process allow, if they limit it."""
+    quotas = []
+    for directory, is_v2 in _groups("cpu", read):
+        if is_v2:
+            words = read(f"{directory}/cpu.max").split()
+        else:
+            words = [read(f"{directory}/cpu.cfs_{name}_us") for name in ("quota", "period")]
+        numbers = [value for value in map(_number, words) if value]
+        if len(numbers) == 2:
+            quotas.append(numbers[0] / numbers[1])
+    return min(quotas, default=None)
+
+
+def _groups(controller: str, read: Read) -> Iterator[tuple[str, bool]]:
+    """Directories of the control groups of this process, its own first; and whether they are
+    of the second version.
+    """
     mounted = mounts(read)
     for line in read("/proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         is_v2 = not controllers
-        if not is_v2 and "memory" not in controllers.split(","):
+        if not is_v2 and controller not in controllers.split(","):
             continue
         for mount in mounted:
             if mount.kind != ("cgroup2" if is_v2 else "cgroup"):
                 continue
-            if not is_v2 and "memory" not in mount.options:
+            if not is_v2 and controller not in mount.options:
                 continue
             # Seen from inside a container, the path may be the host's: then what is mounted
             # is the group itself.
