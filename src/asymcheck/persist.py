@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from time import monotonic, perf_counter, process_time, sleep
+from time import monotonic, perf_counter, sleep, thread_time
 from typing import Any
 
 from asymcheck.capture import Capture, find_torn_leaf, parse_capture
@@ -163,7 +163,7 @@ def write_checkpoint(
         CheckpointError: Nothing was committed, and what was written is removed again as far
             as the store lets it.
     """
-    start_s, cpu_s = perf_counter(), process_time()
+    start_s, cpu_s = perf_counter(), thread_time()
     at = capture.at
     try:
         _check_room(repository, capture)
@@ -202,7 +202,7 @@ def write_checkpoint(
         stored_bytes=manifest.stored_bytes,
         persist_s=done_s - start_s,
         durable_s=done_s - capture.boundary_s,
-        cpu_s=process_time() - cpu_s,
+        cpu_s=thread_time() - cpu_s,
     )
 
 

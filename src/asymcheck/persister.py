@@ -15,14 +15,16 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
-from typing import IO, Any, Protocol
+from typing import IO, Any, Literal, Protocol
 
-from asymcheck.errors import CheckpointError, StoreError
+from asymcheck.errors import CheckpointError, OptionError, StoreError
 from asymcheck.events import Sink, Span, Stage
 from asymcheck.memory.arena import Arena, ProcessId, Slot
 from asymcheck.persist import Durable, persist, rebuild_error, tidy
 from asymcheck.planning.retention import Retention
+from asymcheck.storage.local import LocalStore
 from asymcheck.storage.repository import Repository
+from asymcheck.storage.store import Store
 
 _log = logging.getLogger(__name__)
 
@@ -260,6 +262,54 @@ class PersistProcess:
             f"its log {self._log_path} ends with:\n{tail}",
             retryable=False,
         )
+
+
+def is_own_memory(store: Store) -> bool:
+    """Whether a store is this process's own memory, which no other can open."""
+    return "memory:" in store.url
+
+
+def who_persists(
+    asked: Literal["auto", "process", "thread"], root: object, store: Store
+) -> Literal["process", "thread"]:
+    """Choose between a process and a thread.
+
+    Args:
+        asked: What the user said.
+        root: What the user gave: a store object may hold anything, so only a path or URL can
+            be opened by another process.
+        store: The store of that root.
+
+    Raises:
+        OptionError: A process was asked for and cannot open the store.
+    """
+    if asked not in ("auto", "process", "thread"):
+        raise OptionError(f"persist: expected 'auto', 'process' or 'thread', found {asked!r}")
+    shared = isinstance(root, str | os.PathLike) and not is_own_memory(store)
+    if asked == "auto":
+        return "process" if shared else "thread"
+    if asked == "process" and not shared:
+        raise OptionError(
+            f"persist: {store.url} can only be opened by this process, found 'process': use "
+            f"'thread' or 'auto', or give the root as a path or URL"
+        )
+    return asked
+
+
+def start_persister(
+    kind: Literal["process", "thread"],
+    repository: Repository,
+    arena: Arena,
+    retention: Retention,
+    sink: Sink,
+    grace_s: float,
+) -> Persister:
+    """Start the persister of that kind; see the classes for the arguments."""
+    if kind == "thread":
+        return PersistThread(repository, retention, sink)
+    store = repository.store
+    log_path = store.root / "persist.log" if isinstance(store, LocalStore) else None
+    return PersistProcess(store.url, repository.run, arena, retention, sink, grace_s, log_path)
 
 
 def _this_process() -> tuple[int, int]:

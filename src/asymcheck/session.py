@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager
+from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from asymcheck.errors import (
 )
 from asymcheck.events import Sink, discard
 from asymcheck.handover import take_over
-from asymcheck.memory.arena import Arena
+from asymcheck.memory.arena import SHARED_MEMORY, Arena
 from asymcheck.options import (
     make_cadence,
     make_retention,
@@ -33,13 +34,12 @@ from asymcheck.options import (
     read_metrics,
     refuse_many_ranks,
 )
-from asymcheck.persister import Persister, PersistProcess, PersistThread
+from asymcheck.persister import is_own_memory, start_persister, who_persists
 from asymcheck.planning.policy import Never
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.strategies import Strategy, resolve
 from asymcheck.recovery import RestoreReport, TornRestore, restore
 from asymcheck.snapshotter import Handle, SaveReport, Snapshotter
-from asymcheck.storage.local import LocalStore
 from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.store import Store, open_store
 
@@ -112,7 +112,7 @@ class Checkpointer:
         self._sink = sink
         self._state = State(state)
         self._store = open_store(os.fspath(root)) if isinstance(root, str | os.PathLike) else root
-        self._persist = _who_persists(persist, root, self._store)
+        self._persist = who_persists(persist, root, self._store)
         self._repository = self._open_repository()
         self._snapshotter: Snapshotter | None = None
         self._attempt: int | None = None
@@ -366,7 +366,7 @@ class Checkpointer:
 
     def _take_over(self) -> None:
         """Finish what a dead trainer of this run left in shared memory."""
-        if not self._read_only and self._persist == "process":
+        if not self._read_only:
             take_over(self._existing(), self._retention, self._sink, self._grace_s, _warn)
 
     def _start_attempt(self, parent: CheckpointId | None) -> None:
@@ -408,31 +408,27 @@ class Checkpointer:
         if self._snapshotter is None:
             self._at_exit = _drain_at_exit(self)
             repository = self._existing()
-            arena = Arena(repository.run, 0, self._strategy.admission.max_in_flight, _warn)
+            arena = Arena(
+                repository.run,
+                0,
+                self._strategy.admission.max_in_flight,
+                _warn,
+                # Slots need a name where another process can make something of them.
+                (Path(),) if is_own_memory(self._store) else (SHARED_MEMORY, Path()),
+            )
+            persister = start_persister(
+                self._persist, repository, arena, self._retention, self._sink, self._grace_s
+            )
             self._snapshotter = Snapshotter(
                 self._state,
                 self._strategy,
                 arena,
-                self._start_persister(repository, arena),
+                persister,
                 repository,
                 self._retention,
                 self._sink,
             )
         return self._snapshotter
-
-    def _start_persister(self, repository: Repository, arena: Arena) -> Persister:
-        if self._persist == "thread":
-            return PersistThread(repository, self._retention, self._sink)
-        root = self._store.root if isinstance(self._store, LocalStore) else None
-        return PersistProcess(
-            self._store.url,
-            repository.run,
-            arena,
-            self._retention,
-            self._sink,
-            self._grace_s,
-            root / "persist.log" if root is not None else None,
-        )
 
     def _note_step(self, step: int) -> None:
         if self._snapshotter is not None:
@@ -465,22 +461,6 @@ class Checkpointer:
 
 def _warn(message: str) -> None:
     warnings.warn(message, CheckpointWarning, stacklevel=3)
-
-
-def _who_persists(
-    asked: Literal["auto", "process", "thread"], root: object, store: Store
-) -> Literal["process", "thread"]:
-    one_of("persist", asked, ("auto", "process", "thread"))
-    # A store object may hold anything, and memory:// is this process's own.
-    shared = isinstance(root, str | os.PathLike) and "memory:" not in store.url
-    if asked == "auto":
-        return "process" if shared else "thread"
-    if asked == "process" and not shared:
-        raise OptionError(
-            f"persist: {store.url} can only be opened by this process, found 'process': use "
-            f"'thread' or 'auto', or give the root as a path or URL"
-        )
-    return asked
 
 
 def _drain_at_exit(checkpointer: Checkpointer) -> Callable[[], None]:
