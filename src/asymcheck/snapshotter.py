@@ -230,7 +230,7 @@ class Snapshotter:
         step = described.at.step
         meta = dump_capture(described)
         capacity = capacity_for(placed.layout.image_bytes, placed.canary_bytes)
-        slot = self._arena.reserve(capacity, len(meta) + MiB, None if when_full == "wait" else 0.0)
+        slot = self._arena.reserve(capacity, len(meta), None if when_full == "wait" else 0.0)
         if slot is None:
             why = (
                 f"{self._strategy.admission.max_in_flight} saves are still under way: save less "

@@ -12,23 +12,26 @@ the file system cannot give ends in SIGBUS.
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import re
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from asymcheck.errors import CaptureError
 from asymcheck.memory.host import available_bytes, read_text
 from asymcheck.planning.layout import PAGE_BYTES, MiB, align_up
 
 SHARED_MEMORY = Path("/dev/shm")
 _MAGIC = int.from_bytes(b"asymslt1", "little")
 _NAME = re.compile(r"asymcheck-(\d+)-([0-9a-f]{32})-r(\d{4})-(\d+)-(\d+)\Z")
-_HEADROOM_BYTES = MiB
+_HEADROOM_BYTES = MiB  # a state that grows a little keeps its slot
 
 
 class SlotState(IntEnum):
@@ -255,8 +258,8 @@ class Slot:
 
 
 def capacity_for(image_bytes: int, canary_bytes: int) -> int:
-    """Room to ask for, with some for state that grows a little."""
-    return align_up(image_bytes, PAGE_BYTES) + canary_bytes + _HEADROOM_BYTES
+    """Room that an image and its canaries take."""
+    return align_up(image_bytes, PAGE_BYTES) + canary_bytes
 
 
 def slot_name(run: str, rank: int, serial: int) -> str:
@@ -315,7 +318,7 @@ class Arena:
         self._rank = rank
         self._warn = warn
         self._directories = directories
-        self._serial = 0
+        self._told_of_no_name = False
         self._count = slots
         self._free: list[Slot | None] = [None] * slots
         self._tokens: set[int] = set()
@@ -343,6 +346,7 @@ class Arena:
 
         Raises:
             NoRoom: Memory does not suffice for a single slot.
+            CaptureError: The system refused for another reason; a later call may work.
         """
         while True:
             with self._changed:
@@ -351,30 +355,26 @@ class Arena:
                 if not self._changed.wait_for(lambda: bool(self._free), timeout_s):
                     return None
                 slot = self._free.pop()
-            if slot is not None:
-                if slot.fits(capacity_bytes, meta_bytes):
+            try:
+                if slot is not None and not slot.fits(capacity_bytes, meta_bytes):
+                    self._remove(slot)
+                    slot = None
+                if slot is None:
+                    slot = self._make(capacity_bytes, meta_bytes)
+                if slot is not None:
+                    self._say_what_is_used(slot, capacity_bytes)
                     return slot
-                self._remove(slot)
-            made = self._make(capacity_bytes, meta_bytes)
-            if made is not None:
-                return made
-            with self._changed:
-                self._count -= 1
-                self._warn(
-                    f"{capacity_bytes} bytes of shared memory are not there: "
-                    + (
-                        f"{self._count} checkpoints may be under way instead of one more"
-                        if self._count
-                        else "each save blocks training until it is durable"
-                    )
-                    + "; give the container more (docker: --shm-size), see 'asymcheck doctor'"
-                )
+            except BaseException:
+                # Interrupted, or refused by the system: the place is there for the next save.
+                self._put_back(slot)
+                raise
+            self._give_up_places(capacity_bytes)
 
     def prepare(self, capacity_bytes: int, meta_bytes: int) -> None:
         """Make the first slot ahead of its need; blocks while the memory is made.
 
         Meant for a thread of its own: making a slot takes as long as zeroing it. A
-        ``reserve`` in the meantime waits for it.
+        ``reserve`` in the meantime waits for it. What goes wrong here goes wrong there again.
         """
         with self._changed:
             if self._count == 0 or None not in self._free:
@@ -382,24 +382,15 @@ class Arena:
             self._free.remove(None)
         slot = None
         try:
-            slot = self._make(capacity_bytes, meta_bytes)
+            with suppress(CaptureError):
+                slot = self._make(capacity_bytes, meta_bytes)
         finally:
-            with self._changed:
-                if self._closed and slot is not None:
-                    self._remove(slot)
-                else:
-                    self._free.append(slot)
-                    self._changed.notify()
+            self._put_back(slot)
 
     def free(self, slot: Slot) -> None:
         """Give a slot back; any thread may."""
         slot.state = SlotState.FREE
-        with self._changed:
-            if self._closed:
-                self._remove(slot)
-            else:
-                self._free.append(slot)
-                self._changed.notify()
+        self._put_back(slot)
 
     def close(self) -> None:
         """Remove the slots that are free; those still under way stay for a hand-over."""
@@ -410,33 +401,81 @@ class Arena:
                     self._remove(slot)
             self._closed = True
 
+    def _put_back(self, slot: Slot | None) -> None:
+        with self._changed:
+            if self._closed and slot is not None:
+                self._remove(slot)
+            else:
+                self._count = max(self._count, len(self._tokens))
+                self._free.append(slot)
+                self._changed.notify()
+
     def _remove(self, slot: Slot) -> None:
-        self._tokens.discard(slot.token)
+        with self._changed:
+            self._tokens.discard(slot.token)
         self.before_removal(slot)
         slot.close(unlink=True)
 
+    def _give_up_places(self, capacity_bytes: int) -> None:
+        """Do with the slots that exist; where there is none, with none."""
+        with self._changed:
+            asked, self._count = self._count, len(self._tokens)
+            self._free = [slot for slot in self._free if slot is not None]
+        self._warn(
+            f"{capacity_bytes} bytes of shared memory are not there: "
+            + (
+                f"{self._count} checkpoints may be under way instead of {asked}"
+                if self._count
+                else "each save blocks training until it is durable"
+            )
+            + "; give the container more (docker: --shm-size), see 'asymcheck doctor'"
+        )
+
+    def _say_what_is_used(self, slot: Slot, capacity_bytes: int) -> None:
+        if slot.path is not None or self._directories[0] == Path() or self._told_of_no_name:
+            return
+        self._told_of_no_name = True
+        self._warn(
+            f"{self._directories[0]} has no room for {capacity_bytes} bytes: memory "
+            f"without a name is used, so a save under way survives a killed trainer, "
+            f"but not a killed persister; see 'asymcheck doctor'"
+        )
+
     def _make(self, capacity_bytes: int, meta_bytes: int) -> Slot | None:
+        capacity, meta = capacity_bytes + _HEADROOM_BYTES, meta_bytes + _HEADROOM_BYTES
         if capacity_bytes + meta_bytes > available_bytes():
             return None
         for directory in self._directories:
-            self._serial += 1
-            name = slot_name(self._run, self._rank, self._serial)
-            try:
-                slot = Slot.create(directory, name, capacity_bytes, meta_bytes)
-            except OSError as failure:
-                if failure.errno not in _NO_ROOM:
-                    raise
-                continue
-            if directory != self._directories[0]:
-                self._warn(
-                    f"{self._directories[0]} has no room for {capacity_bytes} bytes: memory "
-                    f"without a name is used, so a save under way survives a killed trainer, "
-                    f"but not a killed persister; see 'asymcheck doctor'"
-                )
-            slot.token = self._serial
-            self._tokens.add(slot.token)
-            return slot
+            slot = self._make_in(directory, capacity, meta)
+            if slot is not None:
+                return slot
         return None
 
+    def _make_in(self, directory: Path, capacity_bytes: int, meta_bytes: int) -> Slot | None:
+        while True:
+            token = next(_serials)
+            name = slot_name(self._run, self._rank, token)
+            try:
+                slot = Slot.create(directory, name, capacity_bytes, meta_bytes)
+            except FileExistsError:
+                continue  # left over by a dead process that had the number of this one
+            except OSError as failure:
+                if failure.errno in _NO_ROOM:
+                    return None
+                hint = _HINTS.get(failure.errno or 0, "see 'asymcheck doctor'")
+                where = directory if directory != Path() else "memory without a name"
+                raise CaptureError(
+                    f"making room for {capacity_bytes} bytes in {where}: {failure.strerror}; {hint}"
+                ) from failure
+            slot.token = token
+            with self._changed:
+                self._tokens.add(token)
+            return slot
 
+
+_serials = itertools.count(1)  # of this process: two arenas of one run must not meet
 _NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.ENOENT, errno.EACCES, errno.EROFS}
+_HINTS = {
+    errno.EMFILE: "raise 'ulimit -n': each slot takes two descriptors",
+    errno.ENFILE: "the host's table of open files is full",
+}
