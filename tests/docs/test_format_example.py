@@ -105,7 +105,7 @@ def test_each_tag_of_the_state_tree_stands_in_the_table_and_no_other() -> None:
 
 def test_the_limits_that_it_states_are_those_of_the_code() -> None:
     assert FORMAT_LINE == "asymcheck 1\n"
-    assert (SMALL_BYTES, CHUNK_BYTES, PACK_BYTES) == (64 << 10, 16 * MiB, 1 << 30)
+    assert (64 << 10, 16 * MiB, 1 << 30) == (SMALL_BYTES, CHUNK_BYTES, PACK_BYTES)
     assert (MAX_RANK, MAX_SEALED_BYTES) == (9999, 1 << 30)
     for stated in ("| rank | 0 to 9999 |", "| sealed object | 1 GiB |", "| pack | 1 GiB of the"):
         assert stated in TEXT
