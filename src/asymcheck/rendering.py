@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 _STYLES = {"newest": "green", "damaged": "red", "newer": "red", "abandoned": "yellow"}
+_DRAWN_ROWS = 1000
 _MAX_DEPTH = 50
 _BRIEF_DEPTH = 4
 _BRIEF_ITEMS = 4
@@ -65,6 +66,11 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
+def count_text(count: int, noun: str) -> str:
+    """How many of something."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def time_text(seconds: float) -> str:
     """A moment in local time; ``?`` where it is none."""
     try:
@@ -79,14 +85,15 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table: drawn for a terminal, plain columns of full cells for anything else.
+    """A table: drawn for a terminal, plain columns of full cells for anything else, and where
+    drawing would take seconds.
 
     Args:
         columns: Names; one that starts with ``>`` is aligned to the right.
         rows: Printable cells.
     """
     names = [c.lstrip(">") for c in columns]
-    if sys.stdout is not None and sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty() and len(rows) <= _DRAWN_ROWS:
         return _drawn(columns, names, rows)
     lines = [names, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
