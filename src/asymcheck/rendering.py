@@ -145,18 +145,20 @@ def _brief(value: Any, depth: int = 0) -> str:  # noqa: ANN401
         return "…"
     if isinstance(value, dict) and len(value) == 1 and next(iter(value)).startswith("$"):
         ((tag, body),) = value.items()
-        return _number(body) if tag == "$float" else f"{tag[1:]} {_brief(body, depth + 1)}"
-    if isinstance(value, dict | list):
-        is_dict = isinstance(value, dict)
-        shown = (
-            [f"{k}: {_brief(v, depth + 1)}" for k, v in list(value.items())[:_BRIEF_ITEMS]]
-            if isinstance(value, dict)
-            else [_brief(v, depth + 1) for v in value[:_BRIEF_ITEMS]]
-        )
-        if len(value) > _BRIEF_ITEMS:
-            shown.append(f"… {len(value)} in all")
-        return f"{{{', '.join(shown)}}}" if is_dict else f"[{', '.join(shown)}]"
-    text = json.dumps(value, ensure_ascii=False)
+        return _number(body) if tag == "$float" else f"{_cut(tag[1:])} {_brief(body, depth + 1)}"
+    if isinstance(value, dict):
+        pairs = list(value.items())[:_BRIEF_ITEMS]
+        return f"{{{_some([f'{_cut(k)}: {_brief(v, depth + 1)}' for k, v in pairs], len(value))}}}"
+    if isinstance(value, list):
+        return f"[{_some([_brief(v, depth + 1) for v in value[:_BRIEF_ITEMS]], len(value))}]"
+    return _cut(json.dumps(value, ensure_ascii=False))
+
+
+def _some(shown: list[str], count: int) -> str:
+    return ", ".join(shown if len(shown) == count else [*shown, f"… {count} in all"])
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _BRIEF_CHARACTERS else f"{text[:_BRIEF_CHARACTERS]}…"
 
 
@@ -165,4 +167,4 @@ def _number(body: object) -> str:
     try:
         return str(struct.unpack(">d", bytes.fromhex(str(body)))[0])
     except (ValueError, struct.error):
-        return str(body)
+        return _cut(str(body))

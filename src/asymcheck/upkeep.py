@@ -33,6 +33,7 @@ that was left by going back; ``separate`` belongs to another start from nothing,
 another run; ``damaged`` exists no more; ``newer`` is readable by a newer release only."""
 
 _STEPS_SAID = 20
+_MAX_DEPTH = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +184,28 @@ def read_state(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     for leaf in index.leaves:
         if leaf.key == TREE_KEY:
             try:
-                tree = json.loads(checkpoint.read_leaf(index, leaf))
+                tree = json.loads(checkpoint.read_leaf(index, leaf), parse_constant=_refuse)
             except (ValueError, RecursionError) as bad:
                 raise CorruptCheckpoint("(state)", f"not a state tree: {bad}") from None
-            if isinstance(tree, dict):
-                return tree
+            if not isinstance(tree, dict) or _is_deep(tree):
+                raise CorruptCheckpoint("(state)", "not a state tree")
+            return tree
     raise CorruptCheckpoint("(state)", "there is no state tree")
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _is_deep(tree: object) -> bool:
+    """Whether it is nested more deeply than any state: printing would exhaust the stack."""
+    level = [tree]
+    for _ in range(_MAX_DEPTH):
+        inner = [v for v in level if isinstance(v, dict | list) and v]
+        if not inner:
+            return False
+        level = [x for v in inner for x in (v.values() if isinstance(v, dict) else v)]
+    return True
 
 
 def damaged_attempts(repository: Repository) -> Iterator[Damage]:

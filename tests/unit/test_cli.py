@@ -14,19 +14,22 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 import asymcheck
 from asymcheck.cli import app
 from asymcheck.planning.retention import CheckpointId, Retention
-from asymcheck.rendering import table_text
+from asymcheck.rendering import table_text, tree_lines
 from asymcheck.storage.repository import open_repository
-from asymcheck.storage.sealed import seal, unseal
+from asymcheck.storage.sealed import digest, seal, unseal
 from asymcheck.storage.store import open_store
 from asymcheck.upkeep import Wanted, examine, plan_prune
 
 BIG = "model/big.weight"
 BIG_BYTES = 256 * 128 * 4
+TAGS = ["$leaf", "$float", "$tuple", "$", "$dict"]
 RUN_APP = "import sys; from asymcheck.cli import app; app(sys.argv[1:])"
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "COLUMNS")}
 
@@ -90,7 +93,7 @@ def process(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
     defaults = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.run(
         [sys.executable, "-c", RUN_APP, *(str(a) for a in args)],
-        timeout=60,
+        timeout=120,
         text=True,
         check=False,
         **{**defaults, "env": ENVIRONMENT, **options},
@@ -414,6 +417,67 @@ def test_a_long_state_is_abbreviated_and_json_has_all_of_it(tmp_path: Path) -> N
     assert "k299" not in text
     assert "more; --json has all of it" in text
     assert run_json("show", tmp_path / "r")["state"]["items"]["many"]["value"] == values
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        b"",
+        b"[]",
+        b"\xff\xfe",
+        b'{"items": NaN}',
+        b'{"a": ' * 600 + b"1" + b"}" * 600,
+        b"[" * 100_000,
+        b'{"n": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_a_state_tree_that_is_none_is_one_message(root: Path, tree: bytes) -> None:
+    put_tree(root, 30, tree)
+    for options in ([], ["--json"]):
+        result = run("show", root, *options)
+        assert result.exit_code == 1
+        assert BIG in result.stdout
+        assert result.stderr.startswith("asymcheck: (state): ")
+        assert result.stderr.count("\n") == 1
+
+
+def put_tree(root: Path, step: int, tree: bytes) -> None:
+    """Give a checkpoint another state tree, with every hash and length in order."""
+    pack, index_path = one(root, step, "*.pack"), one(root, step, "*-r0000.json")
+    index = unseal(index_path.read_bytes(), "index")
+    index["leaves"] = [row for row in index["leaves"] if row["key"]]
+    at = -(-max(row["at"] + row["bytes"] for row in index["leaves"]) // 4096) * 4096
+    leaf = {"key": "", "dtype": "json", "shape": [len(tree)], "at": at, "bytes": len(tree)}
+    index["leaves"].append(leaf)
+    data = pack.read_bytes()
+    if tree:
+        offset = -(-len(data) // 4096) * 4096
+        data = data.ljust(offset, b"\0") + tree
+        index["chunks"].append([at, len(tree), 0, offset, len(tree), "raw", digest(tree)])
+    pack.write_bytes(data)
+    index["packs"] = [{"name": index["packs"][0]["name"], "bytes": len(data)}]
+    sealed = seal(index)
+    index_path.write_bytes(sealed)
+    path = one(root, step, "*MANIFEST.json")
+    manifest = unseal(path.read_bytes(), "manifest")
+    manifest["packs"] = index["packs"]
+    manifest["indexes"][0] |= {"bytes": len(sealed), "hash": digest(sealed)}
+    path.write_bytes(seal(manifest))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(TAGS), inner),
+    max_leaves=30,
+)
+
+
+@given(JSON)
+def test_any_tree_becomes_printable_lines(tree: object) -> None:
+    for path, text in tree_lines(tree):
+        assert path.isprintable()
+        assert text.isprintable()
+        assert len(text) < 100_000
 
 
 def test_values_are_readable_in_the_text(tmp_path: Path) -> None:
@@ -802,7 +866,7 @@ def test_no_command_imports_torch_or_numpy(root: Path) -> None:
     commands = [["ls"], ["show"], ["verify"], ["prune", "--keep-last", "1", "--yes"]]
     args = json.dumps([[c[0], str(root), *c[1:]] for c in commands])
     result = subprocess.run(
-        [sys.executable, "-c", code, args], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, args], capture_output=True, text=True, timeout=120, check=False
     )
     assert result.returncode == 0, result.stderr
     assert result.stderr == "[]\n"
@@ -826,7 +890,7 @@ def test_the_installed_command_is_this_one(root: Path) -> None:
         [Path(sys.executable).with_name("asymcheck"), "--version"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert (result.returncode, result.stdout) == (0, f"{asymcheck.__version__}\n")
