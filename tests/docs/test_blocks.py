@@ -72,6 +72,11 @@ def commands_of(app: typer.Typer) -> set[str]:
     return set(typer.main.get_command(app).commands)
 
 
+def options_of(command: str) -> set[str]:
+    found = typer.main.get_command(asymcheck.cli.app).commands[command]
+    return {option for parameter in found.params for option in parameter.opts} | {"--help"}
+
+
 def make_targets() -> set[str]:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     return set(re.findall(r"^([a-z][a-z-]*):", text, re.M))
@@ -289,9 +294,13 @@ def test_every_command_and_target_that_the_pages_name_is_there() -> None:
     wrong = []
     for page in PAGES:
         for span in re.findall(r"`((?:asymcheck|asymlab|make) [a-z][^`]*)`", prose_of(page)):
-            program, command = span.split()[:2]
+            program, command, *rest = span.split()
             if command not in known[program]:
                 wrong.append(f"{_spoken(page)}: {span}")
+            elif program == "asymcheck":
+                options = {word for word in rest if word.startswith("--")}
+                if options - options_of(command):
+                    wrong.append(f"{_spoken(page)}: {span}")
     assert wrong == []
 
 
