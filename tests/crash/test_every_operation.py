@@ -8,15 +8,17 @@ a restart over a half-saved step. Each state says which save it belongs to.
 
 from __future__ import annotations
 
+import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from asymcheck import Checkpointer
-from asymcheck.errors import CheckpointError, NoCheckpoint
+from asymcheck.errors import CheckpointError, NoCheckpoint, StoreError
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.recovery import CheckpointWarning
 from asymcheck.storage.local import TEMP_FOLDER, Files, LocalStore
@@ -132,16 +134,35 @@ def second_life(life: Life) -> None:
     life.ckpt.close()
 
 
-def whole_life(store: Store, raw: Store, say: Say, *, calm: bool = False, again: bool = False):
-    life = Life(store, say, calm=calm)
-    life.again = again
-    first_life(life, raw)
+def whole_life(
+    store: Store,
+    raw: Store,
+    say: Say,
+    *,
+    calm: bool = False,
+    again: bool = False,
+    watch: Callable[[Life], None] = lambda life: None,
+) -> list[CheckpointError]:
+    """Two starts of one training, over ``store``; returns the errors that were survived.
+
+    Args:
+        store: Where it saves.
+        raw: The same, without faults.
+        say: See ``Life``.
+        calm: See ``Life``.
+        again: Whether a failed save is made once more.
+        watch: Gets each start.
+    """
+    first = Life(store, say, calm=calm)
+    first.again = again
+    watch(first)
+    first_life(first, raw)
     leave_a_half_saved_step(raw)
-    serial, errors = life.serial, life.errors
-    life = Life(store, say, calm=calm)
-    life.again, life.serial, life.errors = again, serial, errors
-    second_life(life)
-    return errors
+    second = Life(store, say, calm=calm)
+    second.again, second.serial, second.errors = again, first.serial, first.errors
+    watch(second)
+    second_life(second)
+    return second.errors
 
 
 def leave_a_half_saved_step(raw: Store) -> None:
@@ -211,8 +232,7 @@ def assert_nothing_half_written(raw: Store) -> None:
 def assert_nothing_left_over(raw: Store) -> None:
     assert not open_repository(raw).survey().leftovers
     if isinstance(raw, LocalStore):
-        assert not (raw.root / TEMP_FOLDER).exists()
-        assert not [f for f in raw.root.rglob("*") if f.is_dir() and not any(f.iterdir())]
+        assert not list((raw.root / TEMP_FOLDER).glob("*"))
 
 
 def operations_of_a_life(raw: Store) -> list[tuple[str, str]]:
@@ -240,7 +260,7 @@ def test_an_error_at_any_operation_is_raised_once_and_the_next_save_works(again:
         op for op, _ in operations
     }
     for n, (op, name) in enumerate(operations, 1):
-        for fault in faults(n, op):
+        for fault in faults(n, op) if again else faults(n, op)[:1]:
             raw, log = MemoryStore(), Log()
             with warnings.catch_warnings():
                 # A restore that meets the fault falls back to the step before, and says so.
@@ -255,3 +275,126 @@ def test_an_error_at_any_operation_is_raised_once_and_the_next_save_works(again:
             newest = open_repository(raw).lineage()[-1]
             assert newest.step == log.steps()[log.durable()], where
             check_what_is_there(raw, log)
+
+
+def test_an_error_in_the_middle_of_a_write_leaves_no_temporary_file(tmp_path: Path) -> None:
+    for n in range(1, 25):
+        for do in ("ENOSPC", "short"):
+            raw, log = LocalStore(tmp_path / f"{n}-{do}", NoSync()), Log()
+            fault = Fault(at=n, op="write", when="mid", do=do)
+            errors = whole_life(FaultyStore(raw, fault), raw, log.said, calm=True, again=True)
+            assert len(errors) == 1
+            assert_nothing_left_over(raw)
+            check_what_is_there(raw, log)
+
+
+# --- power ------------------------------------------------------------------
+
+# The power may fail while close() removes what retention condemned: nobody is left to hear of it.
+IN_A_THREAD = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+def live_until_the_power_is_cut(store: PowerCutStore, log: Log) -> None:
+    """The power fails once: everything after that is an error, and nothing changes any more."""
+    life: list[Life] = []
+    try:
+        whole_life(store, store, log.said, watch=life.append)
+    except (PowerCut, StoreError):
+        assert store.files.is_off  # the cut itself, or what a later call made of it
+    finally:
+        for each in life:
+            end_quietly(each)
+
+
+def end_quietly(life: Life) -> None:
+    """End the thread of a Checkpointer whose machine is gone."""
+    if hasattr(life, "ckpt"):
+        with suppress(CheckpointError, PowerCut):
+            life.ckpt.close()
+
+
+@IN_A_THREAD
+def test_a_power_cut_at_any_system_call_loses_nothing_that_was_durable(tmp_path: Path) -> None:
+    counted, log = PowerCutStore(tmp_path / "0" / "root"), Log()
+    whole_life(counted, counted, log.said)
+    calls = len(counted.files.operations)
+    assert {"open_new", "write", "fsync", "close", "rename", "link"} | {
+        "unlink",
+        "mkdir",
+        "rmdir",
+        "fsync_dir",
+    } == {call for call, _ in counted.files.operations}
+    for n in range(1, calls + 2):
+        store, log = PowerCutStore(tmp_path / f"{n}" / "root", cut_at=n), Log()
+        live_until_the_power_is_cut(store, log)
+        assert store.files.is_off == (n <= calls)
+        for mode in ("lost", "names", "mixed"):
+            after = tmp_path / f"{n}" / mode
+            store.files.after_power_cut(after, mode, seed=n)
+            try:
+                check_what_is_there(LocalStore(after, NoSync()), log)
+            except (AssertionError, CheckpointError) as failure:
+                failure.add_note(f"call {n} {store.files.operations[-1]}, {mode}")
+                raise
+        shutil.rmtree(tmp_path / f"{n}")
+
+
+@IN_A_THREAD
+def test_a_process_that_ends_at_any_system_call_leaves_a_root_that_a_later_cut_spares(
+    tmp_path: Path,
+) -> None:
+    """What the dead process had not synced must not be taken for durable by the next one."""
+    counted, log = PowerCutStore(tmp_path / "0" / "root"), Log()
+    whole_life(counted, counted, log.said)
+    for n in range(1, len(counted.files.operations) + 1):
+        store, log = PowerCutStore(tmp_path / f"{n}" / "root", cut_at=n), Log()
+        live_until_the_power_is_cut(store, log)
+        store.files.restart_process()
+        # A new process knows nothing of what the old one had synced.
+        next_process = LocalStore(store.root, store.files)
+        last = check_what_is_there(next_process, log)
+        for mode in ("lost", "mixed"):
+            after = tmp_path / f"{n}" / mode
+            store.files.after_power_cut(after, mode, seed=n)
+            raw = LocalStore(after, NoSync())
+            assert_nothing_half_written(raw)
+            life = Life(raw, log.said)
+            assert life.start() == last.more["step"]
+            assert torch.equal(life.tensor, last.tensor)
+        shutil.rmtree(tmp_path / f"{n}")
+
+
+# --- SIGKILL ----------------------------------------------------------------
+
+
+def moments(operations: list[tuple[str, str]]) -> Iterator[Fault]:
+    """Before and after each operation that changes something, in the middle of each write.
+
+    Between two of them nothing changes: to be killed at a read is to be killed after the change
+    before it.
+    """
+    for n, (op, _) in enumerate(operations, 1):
+        if op in CHANGING:
+            yield Fault(at=n, do="kill", when="after")
+        if op == "write":
+            yield Fault(at=n, do="kill", when="mid")
+    yield Fault(at=1, do="kill")
+
+
+def test_a_process_killed_at_any_operation_loses_nothing_that_was_durable(tmp_path: Path) -> None:
+    torch.set_num_threads(1)  # a fork does not inherit a thread pool
+    for i, fault in enumerate(moments(operations_of_a_life(MemoryStore()))):
+        raw, log = LocalStore(tmp_path / f"{i}", NoSync()), Log()
+
+        def live(say: Say, raw: Store = raw, fault: Fault = fault) -> None:
+            whole_life(FaultyStore(raw, fault), raw, say)
+
+        outcome = Child(live).wait()
+        assert outcome.was_killed, outcome
+        log.extend(outcome.said)
+        try:
+            check_what_is_there(raw, log)
+        except (AssertionError, CheckpointError) as failure:
+            failure.add_note(str(fault))
+            raise
+        shutil.rmtree(raw.root)
