@@ -284,12 +284,16 @@ class OptimizerItem:
             for key, value in saved["other"]:
                 other[decoder.decode(key)] = decoder.decode(value)
             for group, tree in options:
-                group.update(decoder.decode(tree))
+                found = decoder.decode(tree)
+                kept = {k: group[k] for k in _HOW_NOT_WHAT if k in group}
+                group.update(found | kept)
 
         return finish
 
 
 _NOT_OPTIONS = ("params", "param_names")
+# Which kernel does the update is a choice of the running script and machine.
+_HOW_NOT_WHAT = ("foreach", "fused", "capturable", "differentiable")
 
 
 def _renaming(
