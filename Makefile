@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-extra check bench format clean
 
@@ -26,11 +27,14 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix src tests
 
 # torch first: an index may offer a build with GPU libraries of several GB to a plain range.
+# A half-made environment (Debian without python3-venv leaves one) has no pip: it is made anew.
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[lab,dev]"
-	touch $@
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + v + ": try make PYTHON=python3.12")'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	@echo "installing into .venv: the first time this takes minutes, most of them for torch"
+	$(PIP) torch
+	$(PIP) -e ".[lab,dev]"
+	@touch $@
 
 clean:
 	rm -rf .venv runs

@@ -11,8 +11,7 @@ import functools
 import importlib.metadata
 import json
 import sys
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ParamSpec
@@ -22,6 +21,7 @@ import typer
 from asymcheck.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, OptionError
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.rendering import (
+    count_text,
     metrics_text,
     plain,
     prepare_streams,
@@ -31,7 +31,7 @@ from asymcheck.rendering import (
     time_text,
     tree_lines,
 )
-from asymcheck.storage.index import TREE_KEY, Index
+from asymcheck.storage.index import Index
 from asymcheck.storage.manifest import Manifest
 from asymcheck.storage.reader import OpenCheckpoint, spoken
 from asymcheck.storage.repository import Damage, Repository, open_repository
@@ -46,8 +46,10 @@ from asymcheck.upkeep import (
     examine,
     none_such,
     plan_prune,
+    read_state,
     rows_of,
     say,
+    tensors_of,
     why_of,
 )
 from asymcheck.upkeep import prune as remove
@@ -151,8 +153,8 @@ def _print_listing(rows: Sequence[Row], leftovers: int) -> None:
             show_line(f"{say(row.at)}: {plain(row.why)}")
     if leftovers:
         show_line(
-            f"{leftovers} left-over objects of saves that were not committed; those of earlier "
-            f"attempts go at the next start of the job or with 'asymcheck prune --leftovers'"
+            f"{count_text(leftovers, 'left-over object')} of saves that were not committed; those "
+            f"of earlier attempts go at the next start of the job or with 'prune --leftovers'"
         )
 
 
@@ -202,11 +204,11 @@ def show(
     problem: CorruptCheckpoint | None = None
     with repository.open(at) as checkpoint:
         try:
-            state = _read_state(checkpoint)
+            state = read_state(checkpoint)
         except CorruptCheckpoint as failure:
             problem = failure  # the tensors can be listed all the same
     indexes, pattern = checkpoint.indexes, match or "*"
-    tensors = [t for i in indexes for t in _tensors(i) if fnmatchcase(t["key"], pattern)]
+    tensors = [t for i in indexes for t in tensors_of(i) if fnmatchcase(t["key"], pattern)]
     aliases = {
         alias: key
         for index in indexes
@@ -238,35 +240,6 @@ def show(
         raise NoCheckpoint(f"{say(at)}: no key matches {match!r}")
 
 
-def _tensors(index: Index) -> Iterator[dict[str, Any]]:
-    starts, stops = [c.at for c in index.chunks], [c.stop for c in index.chunks]
-    for leaf in index.leaves:
-        if leaf.key != TREE_KEY:
-            chunks = bisect_left(starts, leaf.stop) - bisect_right(stops, leaf.at)
-            yield {
-                "rank": index.rank,
-                "key": leaf.key,
-                "dtype": leaf.dtype,
-                "shape": list(leaf.shape),
-                "bytes": leaf.nbytes,
-                "chunks": chunks if leaf.nbytes else 0,
-            }
-
-
-def _read_state(checkpoint: OpenCheckpoint) -> dict[str, Any]:
-    """The tree of rank 0: every value that is no tensor."""
-    index = checkpoint.indexes[0]
-    for leaf in index.leaves:
-        if leaf.key == TREE_KEY:
-            try:
-                tree = json.loads(checkpoint.read_leaf(index, leaf))
-            except (ValueError, RecursionError) as bad:
-                raise CorruptCheckpoint("(state)", f"not a state tree: {bad}") from None
-            if isinstance(tree, dict):
-                return tree
-    raise CorruptCheckpoint("(state)", "there is no state tree")
-
-
 def _print_facts(repository: Repository, manifest: Manifest, index: Index) -> None:
     show_line(f"{plain(repository.store.url)}: {say(manifest.at)}, {time_text(manifest.created_s)}")
     if manifest.metrics:
@@ -282,12 +255,12 @@ def _print_tensors(
     show_line(table_text(columns, cells))
     for alias, key in aliases.items():
         show_line(f"alias: {plain(alias)} is {plain(key)}")
-    stored = checkpoint.manifest.stored_bytes
-    chunks = sum(len(index.chunks) for index in checkpoint.indexes)
+    size = size_text(sum(row["bytes"] for row in tensors))
+    chunks = count_text(sum(len(index.chunks) for index in checkpoint.indexes), "chunk")
+    packs = count_text(len(checkpoint.manifest.packs), "pack")
+    stored = size_text(checkpoint.manifest.stored_bytes)
     show_line(
-        f"{len(tensors)} tensors, {size_text(sum(row['bytes'] for row in tensors))}; the "
-        f"checkpoint stores {size_text(stored)}: {chunks} chunks in "
-        f"{len(checkpoint.manifest.packs)} packs"
+        f"{count_text(len(tensors), 'tensor')}, {size}; stored: {stored}, {chunks} in {packs}"
     )
 
 
@@ -350,7 +323,7 @@ def verify(
         for damage in attempts:
             show_line(f"damaged  record of attempt {damage.at.attempt}")
             _print_findings([damage])
-        show_line(f"{len(rows)} checkpoints read, {bad_rows} damaged")
+        show_line(f"{count_text(len(rows), 'checkpoint')} read, {bad_rows} damaged")
     if bad_rows or attempts:
         raise typer.Exit(DAMAGED_OR_MISSING)
 
@@ -401,6 +374,9 @@ def prune(
     abandoned: Annotated[
         bool, typer.Option("--abandoned", help="Remove branches that were left by going back.")
     ] = False,
+    separate: Annotated[
+        bool, typer.Option("--separate", help="Remove those of other starts from nothing.")
+    ] = False,
     damaged: Annotated[
         bool, typer.Option("--damaged", help="Remove what is left of damaged checkpoints.")
     ] = False,
@@ -424,13 +400,13 @@ def prune(
         raise OptionError("--keep-last: expected a number with --keep-every or --keep-best")
     if (keep_best is None) != (monitor is None):
         raise OptionError("--keep-best, --monitor: expected both or neither")
-    if keep_last is None and not (abandoned or damaged or leftovers):
+    if keep_last is None and not (abandoned or separate or damaged or leftovers):
         raise OptionError(
-            "nothing to remove was named: expected --keep-last, --abandoned, --damaged or "
-            "--leftovers"
+            "nothing to remove was named: expected --keep-last, --abandoned, --separate, "
+            "--damaged or --leftovers"
         )
     retention = Retention(keep_last, keep_every, keep_best, monitor, mode.value)
-    wanted = Wanted(retention, abandoned, damaged, leftovers)
+    wanted = Wanted(retention, abandoned, separate, damaged, leftovers)
     repository = _open(root)
     plan = plan_prune(repository, wanted)
     anything = bool(plan.gone or plan.leftovers)
@@ -478,8 +454,8 @@ def _ask(plan: PrunePlan) -> None:
 
 def _amount(plan: PrunePlan) -> str:
     size = f" ({size_text(plan.stored_bytes)})" if plan.stored_bytes else ""
-    parts = [f"{len(plan.gone)} checkpoints{size}"] if plan.gone else []
-    parts += [f"{len(plan.leftovers)} left-over objects"] if plan.leftovers else []
+    parts = [count_text(len(plan.gone), "checkpoint") + size] if plan.gone else []
+    parts += [count_text(len(plan.leftovers), "left-over object")] if plan.leftovers else []
     return " and ".join(parts) or "nothing"
 
 

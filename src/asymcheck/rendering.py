@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 _STYLES = {"newest": "green", "damaged": "red", "newer": "red", "abandoned": "yellow"}
+_DRAWN_ROWS = 1000
 _MAX_DEPTH = 50
 _BRIEF_DEPTH = 4
 _BRIEF_ITEMS = 4
@@ -65,6 +66,11 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
+def count_text(count: int, noun: str) -> str:
+    """How many of something."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def time_text(seconds: float) -> str:
     """A moment in local time; ``?`` where it is none."""
     try:
@@ -79,14 +85,15 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table: drawn for a terminal, plain columns of full cells for anything else.
+    """A table: drawn for a terminal, plain columns of full cells for anything else, and where
+    drawing would take seconds.
 
     Args:
         columns: Names; one that starts with ``>`` is aligned to the right.
         rows: Printable cells.
     """
     names = [c.lstrip(">") for c in columns]
-    if sys.stdout is not None and sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty() and len(rows) <= _DRAWN_ROWS:
         return _drawn(columns, names, rows)
     lines = [names, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
@@ -138,18 +145,20 @@ def _brief(value: Any, depth: int = 0) -> str:  # noqa: ANN401
         return "…"
     if isinstance(value, dict) and len(value) == 1 and next(iter(value)).startswith("$"):
         ((tag, body),) = value.items()
-        return _number(body) if tag == "$float" else f"{tag[1:]} {_brief(body, depth + 1)}"
-    if isinstance(value, dict | list):
-        is_dict = isinstance(value, dict)
-        shown = (
-            [f"{k}: {_brief(v, depth + 1)}" for k, v in list(value.items())[:_BRIEF_ITEMS]]
-            if isinstance(value, dict)
-            else [_brief(v, depth + 1) for v in value[:_BRIEF_ITEMS]]
-        )
-        if len(value) > _BRIEF_ITEMS:
-            shown.append(f"… {len(value)} in all")
-        return f"{{{', '.join(shown)}}}" if is_dict else f"[{', '.join(shown)}]"
-    text = json.dumps(value, ensure_ascii=False)
+        return _number(body) if tag == "$float" else f"{_cut(tag[1:])} {_brief(body, depth + 1)}"
+    if isinstance(value, dict):
+        pairs = list(value.items())[:_BRIEF_ITEMS]
+        return f"{{{_some([f'{_cut(k)}: {_brief(v, depth + 1)}' for k, v in pairs], len(value))}}}"
+    if isinstance(value, list):
+        return f"[{_some([_brief(v, depth + 1) for v in value[:_BRIEF_ITEMS]], len(value))}]"
+    return _cut(json.dumps(value, ensure_ascii=False))
+
+
+def _some(shown: list[str], count: int) -> str:
+    return ", ".join(shown if len(shown) == count else [*shown, f"… {count} in all"])
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _BRIEF_CHARACTERS else f"{text[:_BRIEF_CHARACTERS]}…"
 
 
@@ -158,4 +167,4 @@ def _number(body: object) -> str:
     try:
         return str(struct.unpack(">d", bytes.fromhex(str(body)))[0])
     except (ValueError, struct.error):
-        return str(body)
+        return _cut(str(body))

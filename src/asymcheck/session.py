@@ -40,6 +40,7 @@ from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.strategies import Strategy, resolve
 from asymcheck.recovery import RestoreReport, TornRestore, restore
 from asymcheck.snapshotter import Handle, SaveReport, Snapshotter
+from asymcheck.storage.names import MAX_STEP
 from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.store import Store, open_store
 
@@ -253,8 +254,8 @@ class Checkpointer:
         self._check_open()
         if self._read_only:
             raise OptionError("save: this Checkpointer is read_only")
-        if type(step) is not int or step < 1:
-            raise OptionError(f"step: expected an integer from 1 on, found {step!r}")
+        if type(step) is not int or not 1 <= step <= MAX_STEP:
+            raise OptionError(f"step: expected an integer in [1, {MAX_STEP}], found {step!r}")
         if self._torn:
             raise CaptureError(
                 "save: a failed restore left the live state overwritten in part; build it anew, "
@@ -391,7 +392,7 @@ class Checkpointer:
             # Back in time without a restore: a branch, from the newest checkpoint before.
             self.wait()
             repository.check_writer(self._attempt)
-            before = [c for c in repository.lineage() if c.step < step]
+            before = [c for c in repository.lineage(attempt=self._attempt) if c.step < step]
             self._start_attempt(before[-1] if before else self._root_parent())
         else:
             repository.check_writer(self._attempt)
@@ -456,6 +457,8 @@ class Checkpointer:
                 notes = "; ".join(getattr(failure, "__notes__", ()))
                 _warn(f"{failure} ({notes})")
             return
+        for other in failures[1:]:
+            failures[0].add_note(f"also failed: {other}")
         raise failures[0]
 
 

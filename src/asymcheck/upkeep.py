@@ -5,21 +5,27 @@ No torch here, and no attempt is claimed: a job may be training on the same root
 
 from __future__ import annotations
 
+import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from asymcheck.errors import (
     CorruptCheckpoint,
     NoCheckpoint,
     ObjectNotFound,
     OptionError,
+    StoreError,
     nearest,
 )
 from asymcheck.planning.retention import CheckpointId, Retention, abandoned_by, lineage_of
+from asymcheck.storage.index import TREE_KEY, Index
 from asymcheck.storage.manifest import Manifest
 from asymcheck.storage.names import attempt_name, manifest_name
+from asymcheck.storage.reader import OpenCheckpoint
 from asymcheck.storage.repository import Damage, Listing, Repository
+from asymcheck.storage.store import read_all
 
 Standing = Literal["newest", "ok", "abandoned", "separate", "foreign", "damaged", "newer"]
 """``newest`` is what ``restore()`` loads and ``ok`` led to it; ``abandoned`` lies on a branch
@@ -27,6 +33,7 @@ that was left by going back; ``separate`` belongs to another start from nothing,
 another run; ``damaged`` exists no more; ``newer`` is readable by a newer release only."""
 
 _STEPS_SAID = 20
+_MAX_DEPTH = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +58,23 @@ def say(at: CheckpointId) -> str:
     return f"step {at.step} (attempt {at.attempt})"
 
 
-def rows_of(repository: Repository, listing: Listing) -> list[Row]:
-    """Everything that has a manifest, oldest first. Contents are not read."""
+def rows_of(repository: Repository, listing: Listing, *, only_reading: bool = True) -> list[Row]:
+    """Everything that has a manifest, oldest first. Contents are not read.
+
+    Args:
+        repository: Where.
+        listing: What is there.
+        only_reading: Whether a record of an attempt that the medium cannot read may count as
+            one without parent.
+
+    Raises:
+        StoreError: The medium failed.
+    """
     committed = listing.committed
     standings: dict[CheckpointId, Standing] = {}
     if committed:
         newest = max(committed)
-        parents = repository.parents()
+        parents = repository.parents(unreadable_too=only_reading)
         standings.update(
             dict.fromkeys(abandoned_by(newest.attempt, parents, committed), "abandoned")
         )
@@ -74,7 +91,7 @@ def why_of(damage: Damage) -> str:
     return damage.why if damage.where in damage.why else f"{damage.where}: {damage.why}"
 
 
-# --- choosing and verifying -------------------------------------------------
+# --- reading ----------------------------------------------------------------
 
 
 def choose(
@@ -141,12 +158,62 @@ def examine(
     return "newer" if all(d.newer for d in findings) else "damaged", findings
 
 
+def tensors_of(index: Index) -> Iterator[dict[str, Any]]:
+    """Key, dtype, shape, bytes and number of chunks of each tensor of a rank."""
+    starts, stops = [c.at for c in index.chunks], [c.stop for c in index.chunks]
+    for leaf in index.leaves:
+        if leaf.key != TREE_KEY:
+            chunks = bisect_left(starts, leaf.stop) - bisect_right(stops, leaf.at)
+            yield {
+                "rank": index.rank,
+                "key": leaf.key,
+                "dtype": leaf.dtype,
+                "shape": list(leaf.shape),
+                "bytes": leaf.nbytes,
+                "chunks": chunks if leaf.nbytes else 0,
+            }
+
+
+def read_state(checkpoint: OpenCheckpoint) -> dict[str, Any]:
+    """The tree of rank 0: every value that is no tensor, as tagged JSON.
+
+    Raises:
+        CorruptCheckpoint: It is damaged.
+    """
+    index = checkpoint.indexes[0]
+    for leaf in index.leaves:
+        if leaf.key == TREE_KEY:
+            try:
+                tree = json.loads(checkpoint.read_leaf(index, leaf), parse_constant=_refuse)
+            except (ValueError, RecursionError) as bad:
+                raise CorruptCheckpoint("(state)", f"not a state tree: {bad}") from None
+            if not isinstance(tree, dict) or _is_deep(tree):
+                raise CorruptCheckpoint("(state)", "not a state tree")
+            return tree
+    raise CorruptCheckpoint("(state)", "there is no state tree")
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _is_deep(tree: object) -> bool:
+    """Whether it is nested more deeply than any state: printing would exhaust the stack."""
+    level = [tree]
+    for _ in range(_MAX_DEPTH):
+        inner = [v for v in level if isinstance(v, dict | list) and v]
+        if not inner:
+            return False
+        level = [x for v in inner for x in (v.values() if isinstance(v, dict) else v)]
+    return True
+
+
 def damaged_attempts(repository: Repository) -> Iterator[Damage]:
     """Records of attempts that cannot be read: what they continued from is lost."""
-    for number in repository.parents():
+    for number in repository.parents(unreadable_too=True):
         try:
             repository.attempt(number)
-        except CorruptCheckpoint as failure:
+        except (CorruptCheckpoint, StoreError) as failure:
             yield Damage(CheckpointId(number, 0), attempt_name(number), str(failure))
 
 
@@ -160,12 +227,14 @@ class Wanted:
     Attributes:
         retention: Checkpoints of the newest lineage that it does not keep.
         abandoned: Branches that were left by going back.
+        separate: Checkpoints of other starts from nothing.
         damaged: What is left of damaged checkpoints.
         leftovers: Objects that no manifest names, of attempts before the newest.
     """
 
     retention: Retention
     abandoned: bool = False
+    separate: bool = False
     damaged: bool = False
     leftovers: bool = False
 
@@ -203,20 +272,39 @@ def plan_prune(repository: Repository, wanted: Wanted) -> PrunePlan:
     """Work out what goes; changes nothing.
 
     What stays always: the newest checkpoint, the one that the newest attempt continued from
-    (it may not have committed yet), and everything of another run or start.
+    (it may not have committed yet), everything of another run, and what only a newer release
+    can read.
 
     Raises:
         OptionError: The metric is recorded in no checkpoint.
+        CorruptCheckpoint: A record of an attempt is damaged, so that other starts cannot be
+            told from this one.
+        StoreError: The medium failed; what cannot be read is not known to be damaged.
     """
     attempt = repository.newest_attempt()  # before the survey: a later one may start meanwhile
     listing = repository.survey()
-    rows = rows_of(repository, listing)
+    rows = rows_of(repository, listing, only_reading=False)
     metrics = {at: m.metrics for at, m in listing.committed.items()}
     _check_monitor(wanted.retention.monitor, metrics)
     lineage = [row.at for row in rows if row.standing in ("ok", "newest")]
     stays = {*wanted.retention.kept(lineage, metrics), repository.parents().get(attempt)}
-    going = {"ok": True, "abandoned": wanted.abandoned, "damaged": wanted.damaged}
-    gone = [row for row in rows if going.get(row.standing, False) and row.at not in stays]
+    going: set[Standing] = {"ok"}
+    if wanted.abandoned:
+        going.add("abandoned")
+    if wanted.separate:
+        for damage in damaged_attempts(repository):
+            raise CorruptCheckpoint(
+                damage.where,
+                f"which checkpoints belong to another start from nothing cannot be told, so "
+                f"nothing was removed. {why_of(damage)}",
+            )
+        going.add("separate")
+    if wanted.damaged:
+        going.add("damaged")
+    gone = [row for row in rows if row.standing in going and row.at not in stays]
+    for row in gone:
+        if row.standing == "damaged":
+            read_all(repository.store, manifest_name(row.at))
     return PrunePlan(
         listing,
         attempt,

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -25,7 +25,7 @@ DataOption = Annotated[
     Path | None,
     typer.Option("--data", help="A UTF-8 text file [default: text that ships with Python]"),
 ]
-SizeOption = Annotated[str, typer.Option("--size", help="Size of the model: demo, tiny")]
+SizeOption = Annotated[str, typer.Option("--size", help="Size of the model: tiny, demo")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="For weights, noise and order")]
 ThreadsOption = Annotated[
     int, typer.Option("--threads", min=1, help="Threads of torch; another number, other bits")
@@ -58,7 +58,7 @@ def train(
     ] = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = 2,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors and warnings only")] = False,
 ) -> None:
     """Train a model on text. Start the same command again, and it goes on where it was."""
     with _readable_errors():
@@ -73,7 +73,7 @@ def train(
         if root is not None and not checkpoints:
             raise UsageError("root: expected none with --no-checkpoints, found one")
 
-        from asymcheck_lab.train import Silent, TrainOptions
+        from asymcheck_lab.train import TrainOptions
         from asymcheck_lab.train import train as run_training
 
         where = (root or str(run / "checkpoints")) if checkpoints else None
@@ -91,13 +91,10 @@ def train(
             seed=seed,
             threads=threads,
         )
-        if quiet:
-            run_training(options, Silent())
-            return
-        console = Console()
         from asymcheck_lab.report import TrainingBar, show_training
 
-        with TrainingBar(console, steps) as bar:
+        console = Console(quiet=quiet)
+        with _readable_warnings(), TrainingBar(console, steps) as bar:
             ended = run_training(options, bar)
         show_training(console, options.log, where, ended)
 
@@ -154,19 +151,43 @@ def demo(
 @contextmanager
 def _readable_errors() -> Iterator[None]:
     """End with one message on stderr and an exit code, not with a traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        raise typer.Exit(130) from None
+    except (LabError, CheckpointError) as failure:
+        # The loader's own words are clearer than the library's about the loader.
+        cause = failure.__cause__
+        shown = cause if isinstance(cause, LabError) else failure
+        typer.echo(f"error: {shown}", err=True)
+        for note in getattr(failure, "__notes__", ()):
+            typer.echo(f"  {note}", err=True)
+        usage = isinstance(shown, UsageError | OptionError)
+        raise typer.Exit(2 if usage else 1) from None
+
+
+@contextmanager
+def _readable_warnings() -> Iterator[None]:
+    """Show each of the library's warnings as one line on stderr, without a place in code."""
+    from asymcheck.recovery import CheckpointWarning
+
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
-        try:
-            yield
-        except KeyboardInterrupt:
-            typer.echo("stopped", err=True)
-            raise typer.Exit(130) from None
-        except (LabError, CheckpointError) as failure:
-            # The loader's own words are clearer than the library's about the loader.
-            cause = failure.__cause__
-            shown = cause if isinstance(cause, LabError) else failure
-            typer.echo(f"error: {shown}", err=True)
-            for note in getattr(failure, "__notes__", ()):
-                typer.echo(f"  {note}", err=True)
-            usage = isinstance(shown, UsageError | OptionError)
-            raise typer.Exit(2 if usage else 1) from None
+        plainly = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if issubclass(category, CheckpointWarning):
+                typer.echo(f"warning: {message}", err=True)
+            else:
+                plainly(message, category, filename, lineno, file, line)
+
+        warnings.simplefilter("always", CheckpointWarning)
+        warnings.showwarning = show
+        yield

@@ -17,6 +17,7 @@ LOG = "log.jsonl"
 RESULT = "result.json"
 
 _OUTPUT = re.compile(r"output(-[a-z]+)?\.txt\Z")
+_STEP = re.compile(r"step-[0-9]+\Z")
 _TEMP = re.compile(r"[0-9a-f]{32}-[0-9]+\Z")
 
 
@@ -46,32 +47,45 @@ def _empty(folder: Path, runs: list[str]) -> None:
         raise UsageError(f"{folder}: expected a folder, found a file: choose another with --dir")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    files: list[Path] = []
-    folders: list[Path] = []
+    files: list[str] = []
+    folders: list[str] = []
     for top, inner, names in os.walk(folder):
         # A link to a folder counts as a file: it is not followed, and no demo makes one.
         linked = [n for n in inner if (Path(top) / n).is_symlink()]
-        files += [Path(top) / n for n in (*names, *linked)]
-        folders += [Path(top) / n for n in inner if n not in linked]
-    marked = (folder / MARKER).is_file()
-    foreign = [
-        p for p in files if not marked or not _is_ours(p.relative_to(folder).as_posix(), runs)
-    ]
-    if foreign or not marked:
-        first = sorted(p.relative_to(folder).as_posix() for p in foreign)[:3]
+        there = Path(top).relative_to(folder)
+        files += [(there / n).as_posix() for n in (*names, *linked)]
+        folders += [(there / n).as_posix() for n in inner if n not in linked]
+    if MARKER in files:
+        foreign = [f for f in files if not _is_our_file(f, runs)]
+        foreign += [f for f in folders if not _is_our_folder(f, runs)]
+    else:
+        foreign = files or folders
+    if foreign:
+        first = ", ".join(repr(f) for f in sorted(foreign, key=lambda f: (f.count("/"), f))[:3])
         raise UsageError(
             f"{folder}: expected an empty folder or one that only a demo wrote to, found "
-            f"{', '.join(first) or 'other folders'}: nothing was removed; choose another folder "
-            f"with --dir"
+            f"{first}: nothing was removed; choose another folder with --dir"
         )
     # The marker last: a clean-up that is cut off can be taken up again.
-    for path in sorted(files, key=lambda p: p == folder / MARKER):
-        path.unlink()
-    for path in sorted(folders, reverse=True):
-        path.rmdir()
+    for file in sorted(files, key=lambda f: f == MARKER):
+        (folder / file).unlink()
+    for inside in sorted(folders, reverse=True):
+        (folder / inside).rmdir()
 
 
-def _is_ours(name: str, runs: list[str]) -> bool:
+def _is_our_folder(name: str, runs: list[str]) -> bool:
+    run, _, rest = name.partition("/")
+    top, _, inner = rest.partition("/")
+    return run in runs and (
+        rest in ("", CHECKPOINTS)
+        or (
+            top == CHECKPOINTS
+            and (inner in (ATTEMPTS_FOLDER, TEMP_FOLDER) or _STEP.match(inner) is not None)
+        )
+    )
+
+
+def _is_our_file(name: str, runs: list[str]) -> bool:
     if name in (MARKER, REPORT):
         return True
     run, _, rest = name.partition("/")

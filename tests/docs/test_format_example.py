@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import asymcheck
+from asymcheck.device import items
 from asymcheck.device.tree import _BUILDERS
 from asymcheck.planning.layout import CHUNK_BYTES, SMALL_BYTES, MiB
 from asymcheck.planning.retention import CheckpointId
@@ -95,17 +97,46 @@ def test_a_flipped_bit_anywhere_in_the_example_is_noticed(store: MemoryStore) ->
     assert list(repository.verify(at)) == []
 
 
+def _table(heading: str, first_row: str) -> list[str]:
+    """What stands between backquotes in the first column of a table."""
+    section = TEXT[TEXT.index(f"\n{heading}\n") :]
+    table = section[section.index(first_row) :].partition("\n\n")[0]
+    cells = [row.split("|")[1] for row in table.splitlines()[2:]]
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+@pytest.mark.parametrize(
+    ("heading", "name"),
+    [
+        ("## Index", "step-00000007/a000001-r0000.json"),
+        ("## Manifest", "step-00000007/a000001-MANIFEST.json"),
+        ("## FORMAT, RUN.json, attempts", "attempts/000001"),
+    ],
+)
+def test_each_member_of_a_sealed_object_stands_in_its_table_in_order(
+    store: MemoryStore, heading: str, name: str
+) -> None:
+    assert [*_table(heading, "| member |"), "hash"] == list(json.loads(read_all(store, name)))
+
+
+def test_each_kind_of_item_stands_in_the_table_and_no_other() -> None:
+    kinds = {
+        value.kind
+        for value in vars(items).values()
+        if isinstance(value, type) and isinstance(getattr(value, "kind", None), str)
+    }
+    assert len(kinds) > 3
+    assert set(_table("## State tree", "| `kind` of an item |")) == kinds
+
+
 def test_each_tag_of_the_state_tree_stands_in_the_table_and_no_other() -> None:
-    table = TEXT[TEXT.index("| tag | body | value |") :].partition("\n\n")[0]
-    documented = set(
-        re.findall(r"`(\$[a-z_]+)`", re.sub(r"\|[^|]*\|[^|]*\|$", "", table, flags=re.M))
-    )
+    documented = set(_table("## State tree", "| tag | body | value |"))
     assert documented == set(_BUILDERS) | {"$leaf"}
 
 
 def test_the_limits_that_it_states_are_those_of_the_code() -> None:
     assert FORMAT_LINE == "asymcheck 1\n"
-    assert (SMALL_BYTES, CHUNK_BYTES, PACK_BYTES) == (64 << 10, 16 * MiB, 1 << 30)
+    assert (64 << 10, 16 * MiB, 1 << 30) == (SMALL_BYTES, CHUNK_BYTES, PACK_BYTES)
     assert (MAX_RANK, MAX_SEALED_BYTES) == (9999, 1 << 30)
     for stated in ("| rank | 0 to 9999 |", "| sealed object | 1 GiB |", "| pack | 1 GiB of the"):
         assert stated in TEXT

@@ -14,16 +14,8 @@ ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
 LIBRARY = SRC / "asymcheck"
 MODULES = sorted(SRC.rglob("*.py"))
-TORCHLESS = [
-    "__init__.py",
-    "errors.py",
-    "events.py",
-    "persist.py",
-    "cli.py",
-    "planning",
-    "memory",
-    "storage",
-]
+WITH_TORCH = {"device", "recovery.py", "session.py", "testing"}
+TORCHLESS = sorted({path.name for path in LIBRARY.iterdir()} - WITH_TORCH - {"py.typed"})
 ARRAYLESS = ["planning", "storage"]
 
 
@@ -68,13 +60,14 @@ def test_no_module_is_longer_than_five_hundred_lines() -> None:
     assert {name: n for name, n in lengths.items() if n > 500} == {}
 
 
-def test_the_library_never_prints() -> None:
+def test_nothing_but_the_command_line_prints() -> None:
     found = [
         where
         for where, node in _nodes()
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "print"
+        and not where.startswith("src/asymcheck/rendering.py:")
     ]
     assert found == []
 
@@ -112,7 +105,7 @@ def test_nothing_in_the_library_can_run_code_from_a_checkpoint() -> None:
 @pytest.mark.parametrize(("rooms", "absent"), [(TORCHLESS, "torch"), (ARRAYLESS, "numpy")])
 def test_rooms_without_tensors_load_no_tensor_library(rooms: list[str], absent: str) -> None:
     modules = _modules_in(rooms)
-    assert len(modules) > 8
+    assert len(modules) > 5
     code = (
         "import importlib, sys\n"
         f"for name in {modules!r}:\n"

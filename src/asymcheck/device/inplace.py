@@ -104,6 +104,8 @@ def put_back(live: Any, value: Any, taken: set[int] | None = None) -> Any:  # no
         merged = {k: put_back(live.get(k), v, taken) for k, v in value.items()}
         live.clear()
         live.update(merged)
+        if isinstance(live, collections.defaultdict):
+            live.default_factory = value.default_factory
     elif isinstance(live, list):
         old = live + [None] * (len(value) - len(live))
         live[:] = [put_back(old[i], v, taken) for i, v in enumerate(value)]

@@ -13,7 +13,7 @@ from asymcheck.device.inplace import Bind, bind_leaves, put_back, unlike
 from asymcheck.device.leaves import Collector, Places
 from asymcheck.device.matching import Matching
 from asymcheck.device.naming import canonical_names, escape
-from asymcheck.device.tensors import can_cast, dtype_name
+from asymcheck.device.tensors import can_cast, check_supported, dtype_name, is_supported
 from asymcheck.device.tree import Decoder, Encoder, Json
 from asymcheck.errors import CaptureError, CheckpointError, StateError
 
@@ -68,6 +68,7 @@ class Restoring:
 
     def tensor(self, key: str, live: torch.Tensor) -> None:
         """Send the leaf ``key`` to ``live``, or note how they differ."""
+        check_supported(key, live)
         leaf = self.places.leaf(key)
         differ = self.matching.mismatched
         if leaf is None:
@@ -171,18 +172,14 @@ class ModuleItem:
 
     def _memory(self) -> set[int]:
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        return {t.untyped_storage().data_ptr() for t in tensors if _is_plain(t)}
+        return {t.untyped_storage().data_ptr() for t in tensors if is_supported(t)}
 
 
 def _is_live(value: torch.Tensor, memory: set[int]) -> bool:
     """Whether an entry of a state dict is memory of the module rather than a copy of it."""
-    if not _is_plain(value) or value.numel() == 0:
+    if not is_supported(value) or value.numel() == 0:
         return True  # refused, or nothing to copy
     return value.untyped_storage().data_ptr() in memory
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not torch.nn.parameter.is_lazy(tensor)
 
 
 class OptimizerItem:
@@ -290,12 +287,16 @@ class OptimizerItem:
             for key, value in saved["other"]:
                 other[decoder.decode(key)] = decoder.decode(value)
             for group, tree in options:
-                group.update(decoder.decode(tree))
+                found = decoder.decode(tree)
+                kept = {k: group[k] for k in _HOW_NOT_WHAT if k in group}
+                group.update(found | kept)
 
         return finish
 
 
 _NOT_OPTIONS = ("params", "param_names")
+# Which kernel does the update is a choice of the running script and machine.
+_HOW_NOT_WHAT = ("foreach", "fused", "capturable", "differentiable")
 
 
 def _renaming(

@@ -18,6 +18,7 @@ from asymcheck.device.tensors import (
     dtype_name,
     dtype_of,
     is_plain_memory,
+    is_supported,
     new_tensor,
 )
 from asymcheck.errors import CorruptCheckpoint, IncompatibleCheckpoint, StateError
@@ -209,17 +210,14 @@ class Places:
         return {k for k in self._leaves if k != TREE_KEY} | self._aliases.keys()
 
     def into_tensor(self, key: str, tensor: torch.Tensor) -> str | None:
-        """Send a leaf to a live tensor whose shape was checked.
+        """Send a leaf to a live tensor that was checked to be one for it.
 
         Returns:
             ``None``, or the key of another leaf that already goes to that memory: then
             nothing is changed.
 
-        Raises:
-            StateError: The tensor cannot take values.
         """
         leaf = self._need(key)
-        check_supported(key, tensor)
         if leaf.nbytes == 0:
             return None
         identity = _identity(tensor)
@@ -329,8 +327,8 @@ def _is_reusable(
 ) -> TypeGuard[torch.Tensor]:
     return (
         isinstance(live, torch.Tensor)
+        and is_supported(live)
         and live.dtype == dtype
         and tuple(live.shape) == leaf.shape
         and live.device.type == usable_device(device).type
-        and live.layout == torch.strided
     )

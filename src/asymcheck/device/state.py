@@ -190,6 +190,8 @@ def _classify(name: object, value: Any) -> Item:  # noqa: ANN401
         raise StateError(
             name, f"a {type(value).__name__} has state_dict() but no load_state_dict()"
         )
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
+        raise StateError(name, "a read-only array cannot be restored in place: copy it")
     if isinstance(value, _CONTAINERS):
         return ValueItem(value)
     if isinstance(value, DataLoader):

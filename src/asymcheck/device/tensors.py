@@ -47,27 +47,36 @@ def check_supported(key: str, tensor: torch.Tensor) -> None:
     Raises:
         StateError: Sparse, meta, quantized, nested, or of a subclass with its own layout.
     """
-    problem = None
+    problem = _problem(tensor)
+    if problem:
+        raise StateError(key, problem)
+
+
+def is_supported(tensor: torch.Tensor) -> bool:
+    """Whether ``check_supported`` lets it pass."""
+    return _problem(tensor) is None
+
+
+def _problem(tensor: torch.Tensor) -> str | None:
     if torch.nn.parameter.is_lazy(tensor):
-        problem = "not initialised yet: run one forward pass first"
-    elif tensor.layout != torch.strided:
-        problem = f"layout {tensor.layout} is not supported: save tensor.to_dense() instead"
-    elif tensor.is_nested:
-        problem = "a nested tensor is not supported: save its parts in a list"
-    elif tensor.is_quantized:
-        problem = (
+        return "not initialised yet: run one forward pass first"
+    if tensor.layout != torch.strided:
+        return f"layout {tensor.layout} is not supported: save tensor.to_dense() instead"
+    if tensor.is_nested:
+        return "a nested tensor is not supported: save its parts in a list"
+    if tensor.is_quantized:
+        return (
             f"quantized dtype {tensor.dtype} is not supported: "
             f"save int_repr(), scale and zero point as plain tensors"
         )
-    elif _has_own_layout(type(tensor)):
-        problem = (
+    if _has_own_layout(type(tensor)):
+        return (
             f"tensor subclass {type(tensor).__qualname__} is not supported: "
             f"save the plain tensors that it is made of"
         )
-    elif tensor.is_meta:
-        problem = "a meta tensor has no values: materialise it first"
-    if problem:
-        raise StateError(key, problem)
+    if tensor.is_meta:
+        return "a meta tensor has no values: materialise it first"
+    return None
 
 
 def _has_own_layout(kind: type[torch.Tensor]) -> bool:
@@ -93,7 +102,12 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A dense row-major tensor as a flat ``uint8`` alias of the same memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return _flat(tensor.detach()).view(torch.uint8)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    # Not reshape: that keeps an odd stride of a single element.
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
@@ -159,7 +173,7 @@ class Target:
         if order:
             view = view.permute(order)
         self._bits = as_bits(view)
-        self._flat = self._bits.reshape(-1) if view.is_contiguous() else None
+        self._flat = _flat(self._bits) if view.is_contiguous() else None
         self._shared: _SharedMemory | None = None
         if self._flat is None and _may_overlap(view):
             self._shared = _SharedMemory(key, self._bits)

@@ -302,6 +302,11 @@ _MALFORMED = (
 )
 
 
+def _build_complex(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
+    real, imaginary = body
+    return complex(decoder.decode(real), decoder.decode(imaginary))
+
+
 def _build_defaultdict(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
     name, pairs = body
     factory = None if name is None else _FACTORIES[name]
@@ -334,9 +339,15 @@ def _build_numpy_random_state(decoder: Decoder, body: Json) -> Any:  # noqa: ANN
     return found
 
 
+def _checked_dict(value: Any) -> dict[str, Any]:  # noqa: ANN401
+    if not isinstance(value, dict):
+        raise TypeError(f"expected a dict, found {type(value).__name__}")
+    return value
+
+
 def _build_numpy_generator(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
-    found = decoder.decode(body)
-    state = found["state"]
+    found = _checked_dict(decoder.decode(body))
+    state = _checked_dict(found["state"])
     kind = getattr(np.random, str(state["bit_generator"]), None)
     if not (isinstance(kind, type) and issubclass(kind, np.random.BitGenerator)):
         raise IncompatibleCheckpoint(
@@ -346,9 +357,10 @@ def _build_numpy_generator(decoder: Decoder, body: Json) -> Any:  # noqa: ANN401
         return np.random.Generator(kind(0))
     seed = None
     if "seed" in found:
-        if max(found["seed"]["n_children_spawned"], found["seed"]["pool_size"]) > _MAX_SPAWNED:
+        how = _checked_dict(found["seed"])
+        if max(how["n_children_spawned"], how["pool_size"]) > _MAX_SPAWNED:
             raise ValueError("its seed sequence is too large")
-        seed = np.random.SeedSequence(**found["seed"])
+        seed = np.random.SeedSequence(**how)
     generator = np.random.Generator(kind(seed))
     generator.bit_generator.state = state
     return generator
@@ -414,7 +426,7 @@ _BUILDERS: Mapping[str, Callable[[Decoder, Json], Any]] = {
     "$str": lambda _, b: bytes.fromhex(b).decode("utf-8", "surrogatepass"),
     "$int": lambda _, b: int(b, 16),
     "$float": lambda _, b: struct.unpack(">d", bytes.fromhex(b))[0],
-    "$complex": lambda d, b: complex(*d.decode(b)),
+    "$complex": _build_complex,
     "$bytes": lambda _, b: base64.b64decode(b, validate=True),
     "$bytearray": lambda _, b: bytearray(base64.b64decode(b, validate=True)),
     "$numpy_scalar": _build_numpy_scalar,

@@ -11,10 +11,14 @@ FORMAT_NAME = "FORMAT"
 RUN_NAME = "RUN.json"
 ATTEMPTS_FOLDER = "attempts"
 MAX_RANK = 9999
+MAX_ATTEMPT = 999_999_999
+MAX_STEP = 1 << 53
 
-_STEP_FOLDER = re.compile(r"step-([0-9]{8,16})\Z")
+# Padded to the least width and not further: one identity has one name.
+_STEP_FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,15})\Z")
+_ATTEMPT = re.compile(rf"{ATTEMPTS_FOLDER}/([0-9]{{6}}|[1-9][0-9]{{6,8}})\Z")
 _FILE = re.compile(
-    r"a([0-9]{6,9})-(?:(?P<manifest>MANIFEST\.json)"
+    r"a([0-9]{6}|[1-9][0-9]{6,8})-(?:(?P<manifest>MANIFEST\.json)"
     r"|r(?P<rank>[0-9]{4})(?:-(?P<pack>[0-9]{4,6})\.pack|(?P<index>\.json)))\Z"
 )
 
@@ -42,6 +46,12 @@ def pack_name(at: CheckpointId, rank: int, serial: int) -> str:
 def attempt_name(attempt: int) -> str:
     """Object name of an attempt's record."""
     return f"{ATTEMPTS_FOLDER}/{attempt:06d}"
+
+
+def parse_attempt_name(name: str) -> int | None:
+    """The attempt whose record ``name`` is, ``None`` where it is none."""
+    found = _ATTEMPT.match(name)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ other way round.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -46,16 +47,22 @@ from asymcheck.storage.manifest import (
 from asymcheck.storage.names import (
     ATTEMPTS_FOLDER,
     FORMAT_NAME,
+    MAX_ATTEMPT,
     RUN_NAME,
     attempt_name,
     index_name,
     manifest_name,
+    parse_attempt_name,
     parse_name,
     step_folder,
 )
 from asymcheck.storage.reader import OpenCheckpoint, check_indexes, keys_of
 from asymcheck.storage.sealed import Fields, digest, seal, unseal
 from asymcheck.storage.store import Store, read_all, write_whole
+
+_log = logging.getLogger(__name__)
+
+_RECORD_BYTES = 1 << 16  # more than any attempt record, RUN.json or FORMAT needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +117,17 @@ class Repository:
         self.store = store
         self.run = run
         self._condemned: list[str] = []
+        self._claims: list[Attempt] = []
 
     # --- reading ------------------------------------------------------------
 
     def survey(self) -> Listing:
-        """List the store once and read every manifest."""
+        """List the store once and read every manifest.
+
+        Raises:
+            StoreError: The medium failed. One manifest that cannot be read, and will not be
+                at another try either, is damage.
+        """
         sizes = {e.name: e.nbytes for e in self.store.list()}
         committed: dict[CheckpointId, Manifest] = {}
         damaged: list[Damage] = []
@@ -128,7 +141,9 @@ class Repository:
                 manifest = parse_manifest(read_all(self.store, name), name)
             except ObjectNotFound:
                 continue  # removed since it was listed
-            except (CorruptCheckpoint, IncompatibleCheckpoint) as failure:
+            except (CorruptCheckpoint, IncompatibleCheckpoint, StoreError) as failure:
+                if isinstance(failure, StoreError) and failure.retryable:
+                    raise
                 newer = isinstance(failure, IncompatibleCheckpoint)
                 damaged.append(Damage(parsed.at, name, str(failure), newer=newer))
                 named.update(n for n in sizes if _same_checkpoint(n, parsed.at))
@@ -154,13 +169,22 @@ class Repository:
             sorted(leftovers),
         )
 
-    def parents(self) -> dict[int, CheckpointId | None]:
-        """What each attempt continued from; a record that cannot be read counts as nothing."""
+    def parents(self, *, unreadable_too: bool = False) -> dict[int, CheckpointId | None]:
+        """What each attempt continued from; a damaged record counts as nothing.
+
+        Args:
+            unreadable_too: Whether one that the medium cannot read does as well. Good for
+                reading only: a writer could take it for the start of another tree.
+        """
         found: dict[int, CheckpointId | None] = {}
         for number in self._attempt_numbers():
             try:
                 record = self.attempt(number)
             except (CorruptCheckpoint, ObjectNotFound):
+                found[number] = None
+            except StoreError as failure:
+                if failure.retryable or not unreadable_too:
+                    raise
                 found[number] = None
             else:
                 found[number] = record.parent
@@ -174,21 +198,31 @@ class Repository:
             CorruptCheckpoint: It is damaged.
         """
         name = attempt_name(number)
-        return parse_attempt(read_all(self.store, name), name)
+        found = parse_attempt(read_all(self.store, name, _RECORD_BYTES), name)
+        if found.number != number:
+            raise CorruptCheckpoint(name, f"it is the record of attempt {found.number}")
+        return found
 
     def newest_attempt(self) -> int:
         """The greatest attempt number that was claimed, 0 where there is none."""
         return max(self._attempt_numbers(), default=0)
 
-    def lineage(self, listing: Listing | None = None) -> list[CheckpointId]:
+    def lineage(
+        self, listing: Listing | None = None, attempt: int | None = None
+    ) -> list[CheckpointId]:
         """The checkpoints to resume from, oldest first: those that led to the newest one.
 
         Those of branches that were left behind by rewinding are not among them.
+
+        Args:
+            listing: What is there, where that is known already.
+            attempt: Whose lineage; ``None`` for that of the newest checkpoint.
         """
         committed = (listing or self.survey()).committed
         if not committed:
             return []
-        return lineage_of(max(committed).attempt, self.parents(), committed)
+        parents = self.parents(unreadable_too=attempt is None)
+        return lineage_of(attempt or max(committed).attempt, parents, committed)
 
     @contextmanager
     def open(self, at: CheckpointId) -> Iterator[OpenCheckpoint]:
@@ -224,6 +258,8 @@ class Repository:
                 read_all(self.store, name)  # still there: everything opened belongs to it
                 yield OpenCheckpoint(manifest, tuple(indexes), packs)
         except ObjectNotFound as failure:
+            if any(e.name == name for e in self.store.list(step_folder(at.step))):
+                raise CorruptCheckpoint(name, f"what it names is missing: {failure}") from failure
             raise NoCheckpoint(
                 f"step {at.step} (attempt {at.attempt}) in {self.store.url} is not there: {failure}"
             ) from failure
@@ -258,20 +294,38 @@ class Repository:
     def claim(self, parent: CheckpointId | None) -> Attempt:
         """Become the writer of this root: take the next attempt number.
 
-        What earlier attempts left half-written is removed. Their writers find out at their
-        next commit.
+        What earlier attempts left half-written is removed, as far as the store lets it. Their
+        writers find out at their next commit.
 
         Args:
             parent: The checkpoint that this attempt continues from.
+
+        Raises:
+            StoreError: The number could not be taken.
         """
-        while True:
-            number = self.newest_attempt() + 1
+        # Not only the records count: they may have been removed, and a number that some
+        # checkpoint has is never given again.
+        named = [n.at.attempt for e in self.store.list() if (n := parse_name(e.name))]
+        number = max([self.newest_attempt(), *named])
+        while number < MAX_ATTEMPT:
+            number += 1
             attempt = Attempt(number, parent, socket.gethostname(), os.getpid(), time.time())
+            self._claims.append(attempt)
             if self.store.create(attempt_name(number), dump_attempt(attempt)):
-                break
-        self.store.sweep()
-        self.remove_leftovers(self.survey(), number)
-        return attempt
+                self._tidy(number)
+                return attempt
+        raise StoreError(
+            f"{self.store.url}: all attempt numbers up to {MAX_ATTEMPT} are taken: move what "
+            f"lies in {ATTEMPTS_FOLDER}/ by mistake, or choose another root",
+            retryable=False,
+        )
+
+    def _tidy(self, attempt: int) -> None:
+        try:
+            self.store.sweep()
+            self.remove_leftovers(self.survey(), attempt)
+        except StoreError as failure:
+            _log.warning("left-overs stay until the next start: %s", failure)
 
     def check_writer(self, attempt: int) -> None:
         """Make sure that no newer attempt has claimed the root.
@@ -284,6 +338,8 @@ class Repository:
             return
         try:
             other = self.attempt(newest)
+            if other in self._claims:
+                return  # taken by this writer, in a call that failed after it
             who = f" by process {other.pid} on {other.host}"
         except (CorruptCheckpoint, ObjectNotFound):
             who = ""
@@ -360,8 +416,8 @@ class Repository:
             self._condemned.pop()
 
     def _attempt_numbers(self) -> list[int]:
-        names = (e.name.rpartition("/")[2] for e in self.store.list(ATTEMPTS_FOLDER))
-        return [int(n) for n in names if n.isascii() and n.isdigit()]
+        found = (parse_attempt_name(e.name) for e in self.store.list(ATTEMPTS_FOLDER))
+        return [number for number in found if number is not None]
 
 
 def _room(buffer: bytearray, nbytes: int) -> bytearray:
@@ -396,7 +452,7 @@ def open_repository(store: Store) -> Repository:
         IncompatibleCheckpoint: It is of a version that is not known here.
     """
     try:
-        line = read_all(store, FORMAT_NAME)
+        line = read_all(store, FORMAT_NAME, _RECORD_BYTES)
     except ObjectNotFound:
         found = _names_at_top(store)
         if found:
@@ -407,7 +463,7 @@ def open_repository(store: Store) -> Repository:
         raise NoCheckpoint(f"{store.url}: there is no checkpoint yet") from None
     check_format_line(line, f"{store.url}/{FORMAT_NAME}")
     try:
-        raw = unseal(read_all(store, RUN_NAME), f"{store.url}/{RUN_NAME}")
+        raw = unseal(read_all(store, RUN_NAME, _RECORD_BYTES), f"{store.url}/{RUN_NAME}")
     except ObjectNotFound:
         if _names_at_top(store) == [FORMAT_NAME]:
             raise NoCheckpoint(f"{store.url}: there is no checkpoint yet") from None

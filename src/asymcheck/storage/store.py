@@ -19,7 +19,7 @@ from importlib.metadata import entry_points
 from typing import Literal, NamedTuple, Protocol
 from urllib.parse import parse_qsl, quote, unquote
 
-from asymcheck.errors import OptionError, StoreError, nearest
+from asymcheck.errors import CorruptCheckpoint, OptionError, StoreError, nearest
 
 Buffer = bytes | bytearray | memoryview
 
@@ -136,9 +136,22 @@ def check_name(name: str) -> str:
     return name
 
 
-def read_all(store: Store, name: str) -> bytes:
-    """The whole object; for small ones."""
+def read_all(store: Store, name: str, at_most: int = 1 << 30) -> bytes:
+    """The whole object; for small ones.
+
+    Args:
+        store: Where it is.
+        name: Its name.
+        at_most: The greatest size that it may have, in bytes.
+
+    Raises:
+        ObjectNotFound: There is none of that name.
+        CorruptCheckpoint: It is larger.
+        StoreError: The medium failed.
+    """
     with store.open(name) as obj:
+        if obj.nbytes > at_most:
+            raise CorruptCheckpoint(name, f"{obj.nbytes} bytes, expected at most {at_most}")
         data = bytearray(obj.nbytes)
         if data:
             obj.readinto(0, memoryview(data))
