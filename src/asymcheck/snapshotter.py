@@ -153,7 +153,7 @@ class Snapshotter:
         self.copier = Copier()
         self._pinning = Pinning()
         arena.before_removal = self._pinning.release
-        self._hook = UpdateHook(self._watched, self.fence)
+        self._hook = UpdateHook(self._watched, self.fence, state.optimizers)
 
     def prepare(self) -> None:
         """Have the first slot made in the background, now that the state has its full size.

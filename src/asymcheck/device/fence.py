@@ -6,11 +6,14 @@ no hook of their own, but the optimizer inside them runs the global ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+_DEEPEST = 4  # of containers in an optimizer's state
 
 
 class UpdateHook:
@@ -20,11 +23,20 @@ class UpdateHook:
         watched: Storages that are being copied, by address; asked before every update, so it
             must be cheap when nothing is.
         fence: Called before the update, on the thread that makes it; may block.
+        own: Optimizers that concern it wherever their tensors lie now: one whose parameters
+            were given other memory still moves the version counters of the old.
     """
 
-    def __init__(self, watched: Callable[[], frozenset[int]], fence: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        watched: Callable[[], frozenset[int]],
+        fence: Callable[[], None],
+        own: Iterable[torch.optim.Optimizer] = (),
+    ) -> None:
         self._watched = watched
         self._fence = fence
+        self._own = frozenset(map(id, own))
+        self._pid = os.getpid()
         # A compiled update must call it at run time, not bake in what it saw while tracing.
         hook = torch.compiler.disable(self._before_step)
         self._registered = register_optimizer_step_pre_hook(hook)
@@ -37,10 +49,12 @@ class UpdateHook:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         watched = self._watched()
-        if not watched or not _touches(optimizer, watched):
+        if not watched or os.getpid() != self._pid:
+            return None  # a forked child has memory of its own, and nobody who copies it
+        if id(optimizer) not in self._own and not _touches(optimizer, watched):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure) or not type(optimizer).__module__.startswith("torch.optim"):
+        if not callable(closure) or not _is_torchs(type(optimizer)):
             self._fence()
             return None
         # Forward and backward run inside the closure, and torch's own optimizers change
@@ -59,15 +73,31 @@ class UpdateHook:
         return fenced
 
 
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__ == "torch.optim" or kind.__module__.startswith("torch.optim.")
+
+
 def _touches(optimizer: torch.optim.Optimizer, watched: frozenset[int]) -> bool:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param.untyped_storage().data_ptr() in watched:
+            if _address(param) in watched:
                 return True
-            for value in optimizer.state.get(param, {}).values():
-                if (
-                    isinstance(value, torch.Tensor)
-                    and value.untyped_storage().data_ptr() in watched
-                ):
-                    return True
+            if any(_address(t) in watched for t in _tensors(optimizer.state.get(param))):
+                return True
     return False
+
+
+def _tensors(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
+    """The tensors in an optimizer's state of one parameter, whatever its maker put there."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < _DEEPEST and isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item, depth + 1)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0  # a tensor without one storage, such as a sparse one, is never watched

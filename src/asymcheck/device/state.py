@@ -85,6 +85,11 @@ class State:
             raise StateError("", "expected at least one object to save, found none")
         self._items = {name: _classify(name, value) for name, value in items.items()}
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers among the items."""
+        return [i.optimizer for i in self._items.values() if isinstance(i, OptimizerItem)]
+
     def collect(self) -> Collector:
         """Every leaf as it is now, the tree last; nothing is copied but Python values.
 
