@@ -16,10 +16,9 @@ from pathlib import Path
 from time import perf_counter, process_time, thread_time
 from typing import TYPE_CHECKING, Any
 
-from asymcheck_lab.errors import RunError
+from asymcheck_lab.errors import RunError, UsageError
 
 if TYPE_CHECKING:
-
     from asymcheck_lab.models import Size
     from asymcheck_lab.rivals import Job, System
 
@@ -304,12 +303,12 @@ class _Workload:
         import torch
 
         from asymcheck_lab.data import BatchLoader, load_text
-        from asymcheck_lab.models import find
+        from asymcheck_lab.models import FAMILIES
         from asymcheck_lab.train import seed_everything
 
         seed_everything(seed)
-        self._family, tiny = find("gpt2", "tiny")
-        size = tiny if spec.size == "tiny" else _gpt2_124m()
+        self._family = FAMILIES["gpt2"]
+        size = size_of(spec.size)
         text = load_text()
         self._batches = BatchLoader(text, context=size.context, batch=size.batch, seed=seed)
         self.model = self._family.build(size)
@@ -320,7 +319,7 @@ class _Workload:
         import torch
 
         tokens = torch.from_numpy(next(self._batches))
-        self._family.loss(self.model, tokens, tokens).backward()  # type: ignore[no-untyped-call]
+        self._family.loss(self.model, tokens, tokens).backward()
 
     def fingerprint(self) -> dict[str, str]:
         """What a checkpoint has to bring back."""
@@ -341,17 +340,35 @@ class _Workload:
         return sum(t.nbytes for t in (*self.model.parameters(), *moments))
 
 
-def _gpt2_124m() -> Size:
-    """GPT-2 as its configuration's defaults make it, on windows of 128 tokens."""
+def size_of(name: str) -> Size:
+    """The model that a ``--size`` names.
+
+    Raises:
+        UsageError: None.
+    """
     from asymcheck_lab.models import Size
 
-    return Size(
-        context=128,
-        batch=1,
-        learning_rate=1e-4,
-        warmup_steps=1,
-        config={"vocab_size": 50257, "n_positions": 1024},
-    )
+    sizes = {
+        # GPT-2 as its configuration's defaults make it.
+        "124m": Size(
+            context=128,
+            batch=1,
+            learning_rate=1e-4,
+            warmup_steps=1,
+            config={"vocab_size": 50257, "n_positions": 1024},
+        ),
+        # For tests: small, with tensors that are large enough to be copied lazily.
+        "tiny": Size(
+            context=32,
+            batch=2,
+            learning_rate=1e-3,
+            warmup_steps=1,
+            config={"n_layer": 1, "n_embd": 128, "n_head": 2},
+        ),
+    }
+    if name not in sizes:
+        raise UsageError(f"size: expected one of {list(sizes)}, found {name!r}")
+    return sizes[name]
 
 
 def main() -> None:

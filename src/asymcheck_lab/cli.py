@@ -1,4 +1,4 @@
-"""``asymlab``: train a model, or see a training be killed and resumed."""
+"""``asymlab``: train a model, see one be killed and resumed, compare what saving costs."""
 
 from __future__ import annotations
 
@@ -148,6 +148,81 @@ def demo(
             raise typer.Exit(1)
 
 
+@app.command()
+def bench(
+    size: Annotated[str, typer.Option(help="Size of GPT-2: 124m, tiny")] = "124m",
+    rounds: Annotated[int, typer.Option(help="How often each system runs")] = 5,
+    steps: Annotated[int, typer.Option(help="Counted steps of a run")] = 20,
+    every: Annotated[int, typer.Option(help="Steps between two checkpoints")] = 5,
+    warmup: Annotated[int, typer.Option(help="Steps before the counted ones")] = 2,
+    systems: Annotated[
+        str | None, typer.Option(help="Names with commas between them [default: most]")
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option("--dir", help="Checkpoints go below it: on the medium to measure")
+    ] = Path("runs/bench"),
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            help="Gets a JSON line for each run [default: results/bench.jsonl; with --quick or "
+            "--verify below --dir]"
+        ),
+    ] = None,
+    docs: Annotated[
+        Path | None, typer.Option(help="A page to write the tables into, between its markers")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two rounds of a few systems; for a first look")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Load every checkpoint back; times mean nothing then")
+    ] = False,
+    report_only: Annotated[
+        bool, typer.Option("--report", help="Run nothing: show the newest session of --results")
+    ] = False,
+) -> None:
+    """Compare systems: what a checkpoint costs the training, and when it is durable."""
+    with _readable_errors():
+        from asymcheck_lab.bench import (
+            QUICK_SYSTEMS,
+            BenchOptions,
+            newest_session,
+            read_records,
+            run_bench,
+        )
+        from asymcheck_lab.bench_report import render, write_into
+        from asymcheck_lab.rivals import DEFAULT_SYSTEMS
+
+        if docs is not None and (quick or verify):
+            raise UsageError("docs: expected none with --quick or --verify, found one")
+        published = Path("results/bench.jsonl")
+        results = results or (folder / "trial.jsonl" if quick or verify else published)
+        chosen = QUICK_SYSTEMS if quick else DEFAULT_SYSTEMS
+        if systems is not None:
+            chosen = tuple(name.strip() for name in systems.split(","))
+        options = BenchOptions(
+            size=size,
+            systems=chosen,
+            rounds=min(rounds, 2) if quick else rounds,
+            steps=steps,
+            every=every,
+            warmup=warmup,
+            folder=folder,
+            results=results,
+            verify=verify,
+        )
+        if report_only:
+            records = newest_session(read_records(results))
+        else:
+            records = run_bench(options, lambda line: typer.echo(line, err=True))
+        text = render(records)
+        typer.echo(text)
+        if docs is not None:
+            write_into(docs, text)
+        if any(record.get("error") for record in records):
+            raise typer.Exit(1)
+
+
 @contextmanager
 def _readable_errors() -> Iterator[None]:
     """End with one message on stderr and an exit code, not with a traceback."""
@@ -170,7 +245,7 @@ def _readable_errors() -> Iterator[None]:
 @contextmanager
 def _readable_warnings() -> Iterator[None]:
     """Show each of the library's warnings as one line on stderr, without a place in code."""
-    from asymcheck.recovery import CheckpointWarning
+    from asymcheck.errors import CheckpointWarning
 
     with warnings.catch_warnings():
         plainly = warnings.showwarning

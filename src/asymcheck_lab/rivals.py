@@ -206,22 +206,22 @@ class Dcp(System):
         """See ``System``."""
         if not due:
             return
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import save
 
         path = self._path(step)
-        dcp.save(_state_of(self.job), checkpoint_id=path)
+        save(_state_of(self.job), checkpoint_id=path)
         _sync_names(path)
         self.durable_s[step] = perf_counter()
 
     def load(self, step: int, into: Job) -> None:
         """See ``System``."""
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         # DCP loads into what is there, and a new optimizer has nothing yet: the form is taken
         # from the live one, without its values.
         state = _blank({"model": {}, "optim": self.job.optimizer.state_dict()})
         state["model"] = _without_aliases(into.model.state_dict())
-        dcp.load(state, checkpoint_id=self._path(step), no_dist=True)
+        load(state, checkpoint_id=self._path(step), no_dist=True)
         into.optimizer.load_state_dict(state["optim"])
 
     def _path(self, step: int) -> Path:
@@ -253,7 +253,8 @@ class DcpAsync(Dcp):
 
             # The writing process joins a group of its own at this address.
             os.environ["MASTER_ADDR"] = "127.0.0.1"
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            meeting = self.job.folder.with_name("rendezvous").resolve().as_uri()
+            dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
         if self.stager != "default":
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -299,9 +300,7 @@ class DcpAsync(Dcp):
         assert isinstance(upload, Future)
         upload.add_done_callback(lambda done: self._complete(step, path, done, durable))
 
-    def _complete(
-        self, step: int, path: Path, written: Future[Any], durable: Future[None]
-    ) -> None:
+    def _complete(self, step: int, path: Path, written: Future[Any], durable: Future[None]) -> None:
         """On DCP's thread, once it has written everything."""
         try:
             written.result()

@@ -192,7 +192,7 @@ class _Job:
         value = loss.item()
         if not math.isfinite(value):
             raise RunError(f"step {step}: the loss is {value}; nothing was saved from it")
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), _CLIP_NORM)
         self._optimizer.step()
         self._scheduler.step()

@@ -1,0 +1,414 @@
+"""The benchmark: every system in turn, each run a fresh process, in interleaved rounds.
+
+This process only starts the runs, watches their memory and writes down what they measured; it
+loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import mmap
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from asymcheck.errors import nearest
+from asymcheck_lab.bench_run import RunSpec, descendants, size_of
+from asymcheck_lab.errors import DataError, LabError, RunError, UsageError
+from asymcheck_lab.rivals import BASELINE, DEFAULT_SYSTEMS, NONE, OURS, RIVALS, stored_bytes
+
+SCHEMA = 1
+QUICK_SYSTEMS = (NONE, OURS, BASELINE, "dcp-thread")
+SAMPLES_PER_S = 10
+_RESCAN_S = 1.0
+_WARM_BYTES = 8 << 30
+_LOG_TAIL = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What to compare, and where its traces go.
+
+    Attributes:
+        size: ``124m`` or ``tiny``.
+        systems: Names out of ``rivals.RIVALS``; ``none`` is added where it is missing.
+        rounds: How often each system runs.
+        steps: Counted steps of a run.
+        every: Steps between two checkpoints.
+        warmup: Steps before the counted ones.
+        folder: Checkpoints go below it while a run lasts; on the medium to be measured.
+        results: Gets a JSON line for each run, appended.
+        verify: Load every checkpoint back and compare; such times are not worth reading.
+        timeout_s: How long a run may take.
+    """
+
+    size: str = "124m"
+    systems: tuple[str, ...] = DEFAULT_SYSTEMS
+    rounds: int = 5
+    steps: int = 20
+    every: int = 5
+    warmup: int = 2
+    folder: Path = Path("runs/bench")
+    results: Path = Path("results/bench.jsonl")
+    verify: bool = False
+    timeout_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        size_of(self.size)
+        for name in ("rounds", "steps", "every", "warmup"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        if self.warmup > self.every:
+            raise UsageError(
+                f"warmup: expected at most every={self.every} steps, found {self.warmup}"
+            )
+        for name in self.systems:
+            if name not in RIVALS:
+                raise UsageError(
+                    f"systems: expected some of {', '.join(RIVALS)}, found "
+                    f"{name!r}{nearest(name, RIVALS)}"
+                )
+
+    @property
+    def all_systems(self) -> tuple[str, ...]:
+        """Those to run, without repetition, the comparison first."""
+        return tuple(dict.fromkeys((NONE, *self.systems)))
+
+    @property
+    def command(self) -> str:
+        """The command that does this again; the folders are left out."""
+        return (
+            f"asymlab bench --size {self.size} --rounds {self.rounds} --steps {self.steps} "
+            f"--every {self.every} --warmup {self.warmup} --systems {','.join(self.all_systems)}"
+        )
+
+
+def run_bench(options: BenchOptions, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Run every system in every round; blocks.
+
+    A run that fails is recorded with its error, and the benchmark goes on.
+
+    Args:
+        options: What to compare.
+        say: Told how it goes, a line at a time.
+
+    Returns:
+        The records of this session, as they were appended to ``options.results``.
+
+    Raises:
+        UsageError: The results cannot be appended to.
+        LabError: The medium failed.
+    """
+    cores = tuple(sorted(os.sched_getaffinity(0))[:2])
+    if options.results.exists():
+        read_records(options.results)
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        options.results.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise LabError(f"{failure.filename}: {failure.strerror}") from failure
+    session = {
+        "schema": SCHEMA,
+        "session": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(options.folder, cores),
+        "versions": _versions(),
+        **_commit(),
+        "command": options.command,
+        "size": options.size,
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "every": options.every,
+        "warmup": options.warmup,
+    }
+    records = []
+    for round_number in range(1, options.rounds + 1):
+        for position, system in enumerate(order_of(options.all_systems, round_number), start=1):
+            if options.size != "tiny":
+                _warm_memory()
+            load = round(os.getloadavg()[0], 2)
+            measured = _run(options, system, cores)
+            record = {
+                **session,
+                "system": system,
+                "library": _library_of(system),
+                "round": round_number,
+                "position": position,
+                "load_before": load,
+                **measured,
+            }
+            records.append(record)
+            with options.results.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(record) + "\n")
+            say(f"round {round_number} of {options.rounds}, {system}: {_in_short(record)}")
+    return records
+
+
+def order_of(systems: Sequence[str], round_number: int) -> list[str]:
+    """The order of a round: first, last, second, last but one and so on, rotated by the round.
+
+    So over the rounds a system runs after another one each time, and at another place.
+    """
+    count = len(systems)
+    zigzag = [n // 2 if n % 2 == 0 else count - 1 - n // 2 for n in range(count)]
+    return [systems[(n + round_number - 1) % count] for n in zigzag]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Every record of a results file.
+
+    Raises:
+        DataError: It cannot be read, or holds something else.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as failure:
+        raise DataError(
+            str(path), expected="benchmark records", found=failure.strerror or str(failure)
+        ) from failure
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if record["schema"] != SCHEMA or record["system"] not in RIVALS:
+                raise ValueError
+        except (ValueError, TypeError, KeyError):
+            raise DataError(
+                f"{path}, line {number}",
+                expected=f"a benchmark record of schema {SCHEMA}",
+                found=repr(line[:80]),
+            ) from None
+        records.append(record)
+    return records
+
+
+def newest_session(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of the session that was started last."""
+    newest = max((r["session"] for r in records), default="")
+    return [r for r in records if r["session"] == newest]
+
+
+# --- one run ----------------------------------------------------------------
+
+
+def _run(options: BenchOptions, system: str, cores: tuple[int, ...]) -> dict[str, Any]:
+    """One run; what went wrong with it is a field of its record."""
+    scratch = Path(tempfile.mkdtemp(prefix="run-", dir=options.folder)).resolve()
+    root = scratch / "root"
+    root.mkdir()
+    spec = RunSpec(
+        system=system,
+        size=options.size,
+        steps=options.steps,
+        every=options.every,
+        warmup=options.warmup,
+        cores=cores,
+        folder=str(root),
+        verify=options.verify,
+    )
+    try:
+        peak_bytes = _watch_child(spec, scratch, options.timeout_s)
+        measured: dict[str, Any] = json.loads((scratch / "measured.json").read_text("utf-8"))
+        checkpoints = len(measured["checkpoints"]) + 1
+        return {
+            **measured,
+            "peak_bytes": peak_bytes,
+            "disk_bytes": stored_bytes(root) // checkpoints,
+        }
+    except RunError as failure:
+        return {"error": str(failure)}
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.sync()  # what is removed must not be written while the next one is measured
+
+
+def _watch_child(spec: RunSpec, scratch: Path, timeout_s: float) -> int:
+    """Start a run, sample its memory until it ends; returns the peak in bytes."""
+    log_path = scratch / "log.txt"
+    package_root = str(Path(__file__).resolve().parents[1])
+    paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        # As torchrun sets it: a thread of a system must not fan out over the training's core.
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+    arguments = [json.dumps(asdict(spec)), str(scratch / "measured.json")]
+    with log_path.open("wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "asymcheck_lab.bench_run", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+        )
+    memory = MemoryWatch(child.pid)
+    until_s = monotonic() + timeout_s
+    try:
+        while child.poll() is None:
+            if monotonic() > until_s:
+                raise RunError(f"still running after {timeout_s:.0f} s: {_tail(log_path)}")
+            memory.sample()
+            sleep(1 / SAMPLES_PER_S)
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+    if child.returncode != 0:
+        raise RunError(f"ended with {child.returncode}: {_tail(log_path)}")
+    return memory.peak_bytes
+
+
+def _tail(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:].strip()
+
+
+class MemoryWatch:
+    """Memory of a process and of all below it: private pages summed, shared ones counted once.
+
+    Shared memory is what the whole machine has more of than at the start, whoever maps it.
+    File pages, mostly libraries, are counted for the process that has most of them.
+
+    Args:
+        pid: The process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.peak_bytes = 0
+        self._pid = pid
+        self._pids = [pid]
+        self._scanned_s = 0.0
+        self._shared_before = _shared_bytes()
+
+    def sample(self) -> None:
+        """Look once; costs some tenths of a millisecond."""
+        now_s = monotonic()
+        if now_s - self._scanned_s > _RESCAN_S:
+            self._pids = [self._pid, *descendants(self._pid)]
+            self._scanned_s = now_s
+        found = [_resident(pid) for pid in self._pids]
+        private = sum(own for own, _ in found)
+        files = max(of_files for _, of_files in found)
+        shared = max(0, _shared_bytes() - self._shared_before)
+        self.peak_bytes = max(self.peak_bytes, private + files + shared)
+
+
+def _resident(pid: int) -> tuple[int, int]:
+    """Private and file pages of a process, in bytes; nothing when it is gone."""
+    fields = _table(Path(f"/proc/{pid}/status"))
+    return fields.get("RssAnon", 0), fields.get("RssFile", 0)
+
+
+def _shared_bytes() -> int:
+    return _table(Path("/proc/meminfo")).get("Shmem", 0)
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Fields in bytes of a file of ``/proc`` that gives them in kB."""
+    found = {}
+    with suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.endswith(" kB"):
+                name, _, value = line.partition(":")
+                found[name] = 1024 * int(value[:-3])
+    return found
+
+
+def _warm_memory() -> None:
+    """Touch memory that the runs are going to use: a virtual machine may first have to get it
+    back from its host, which takes longer than anything that is measured here.
+    """
+    room = _table(Path("/proc/meminfo")).get("MemAvailable", 0)
+    nbytes = min(_WARM_BYTES, room // 2)
+    if nbytes:
+        with mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
+            page = b"\1"
+            for at in range(0, nbytes, mmap.PAGESIZE):
+                area[at : at + 1] = page
+
+
+def _in_short(record: dict[str, Any]) -> str:
+    if "error" in record:
+        return f"failed: {record['error'].splitlines()[-1]}"
+    text = f"{record['whole_s']:.2f} s"
+    if record["system"] != NONE:
+        blocked_ms = [1000 * c["blocked_s"] for c in record["checkpoints"]]
+        durable_s = [c["durable_s"] for c in record["checkpoints"]]
+        text += (
+            f", blocked {sum(blocked_ms) / len(blocked_ms):.1f} ms and durable in "
+            f"{sum(durable_s) / len(durable_s):.2f} s per checkpoint"
+        )
+    return text
+
+
+# --- where and with what ----------------------------------------------------
+
+
+def describe_machine(folder: Path, cores: Sequence[int]) -> dict[str, Any]:
+    """What the numbers depend on; nothing that names the machine."""
+    model = ""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return {
+        "cpu": model or platform.machine(),
+        "cpus": os.cpu_count(),
+        "cores_used": len(cores),
+        "memory_bytes": _table(Path("/proc/meminfo")).get("MemTotal", 0),
+        "file_system": _file_system(folder),
+        "kernel": platform.release().partition("-")[0],
+    }
+
+
+def _file_system(folder: Path) -> str:
+    """Type of the file system that holds ``folder``."""
+    here = folder.resolve()
+    best, kind = -1, "unknown"
+    with suppress(OSError):
+        for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
+            _, point, found, *_ = line.split()
+            if here.is_relative_to(point) and len(point) >= best:
+                best, kind = len(point), found
+    return kind
+
+
+def _versions() -> dict[str, str]:
+    names = ("asymcheck", "torch", "transformers", "numpy")
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in names},
+    }
+
+
+def _library_of(system: str) -> str:
+    library = RIVALS[system].library
+    return f"{library} {importlib.metadata.version(library)}"
+
+
+def _commit() -> dict[str, Any]:
+    """The commit of this checkout; ``None`` where there is none."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str | None:
+        with suppress(OSError):
+            done = subprocess.run(
+                ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=False
+            )
+            if done.returncode == 0:
+                return done.stdout.strip()
+        return None
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", str(here.parent))
+    return {"commit": git("rev-parse", "HEAD"), "commit_is_clean": changed == ""}
