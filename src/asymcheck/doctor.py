@@ -95,15 +95,17 @@ def examine(root: str | None = None, host: Host | None = None) -> Iterator[Findi
 
 def _python(host: Host) -> Finding:
     wanted = importlib.metadata.metadata("asymcheck")["Requires-Python"] or ""
-    return _version("Python", host.python(), wanted, "install Python")
+    how = f"install Python {wanted.removeprefix('>=')} or newer"
+    return _held_to("Python", host.python(), wanted, how)
 
 
 def _package(package: str, host: Host) -> Finding:
     found = host.version(package)
     wanted = next(filter(None, (_wanted(r, package) for r in _requirements())), "")
+    how = f"pip install '{package}{wanted}'"
     if found is None:
-        return Finding(package, Level.BAD, "not installed", f"pip install '{package}{wanted}'")
-    return _version(package, found, wanted, "pip install")
+        return Finding(package, Level.BAD, "not installed", how)
+    return _held_to(package, found, wanted, how)
 
 
 def _requirements() -> Sequence[str]:
@@ -116,13 +118,12 @@ def _wanted(requirement: str, package: str) -> str:
     return found[2].strip() if found and found[1] == package else ""
 
 
-def _version(name: str, found: str, wanted: str, how: str) -> Finding:
-    least = wanted.partition(">=")[2]
+def _held_to(name: str, found: str, wanted: str, how: str) -> Finding:
+    least = wanted.removeprefix(">=")
+    said = f"{found}, expected {least} or newer"
     if _release(found) >= _release(least):
-        return Finding(name, Level.OK, f"{found}, {least} or newer is expected")
-    return Finding(
-        name, Level.BAD, f"{found}, {least} or newer is expected", f"{how} '{name.lower()}{wanted}'"
-    )
+        return Finding(name, Level.OK, said)
+    return Finding(name, Level.BAD, said, how)
 
 
 def _release(version: str) -> tuple[int, ...]:

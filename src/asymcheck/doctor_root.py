@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,46 +18,58 @@ from asymcheck.memory.arena import slots_of
 from asymcheck.memory.host import mount_of
 from asymcheck.planning.layout import PAGE_BYTES, MiB
 from asymcheck.rendering import count_text, size_text
-from asymcheck.storage.repository import open_repository
+from asymcheck.storage.repository import Listing, Repository, open_repository
 from asymcheck.storage.store import Store
 
 _LITTLE_DISK_BYTES = 1024 * MiB
 
 
 def look_into(store: Store, host: Host) -> tuple[Demand, Finding]:
-    name, durability = "checkpoints", store.capabilities.durability
+    """What lies there, and what the next save will take; blocks, reads manifests only."""
+    name, demand = "checkpoints", Demand()
     try:
         repository = open_repository(store)
         listing = repository.survey()
     except NoCheckpoint:
-        return Demand(), Finding(name, Level.OK, f"{store.url}: none yet")
+        found, damaged = f"{store.url}: none yet", 0
     except CheckpointError as failure:
-        return Demand(), Finding(name, Level.BAD, str(failure))
+        return demand, Finding(name, Level.BAD, str(failure))
+    else:
+        demand = _demand(repository, listing, host)
+        found = f"{store.url}: {count_text(len(listing.committed), 'checkpoint')}"
+        if listing.committed:
+            newest = max(listing.committed)
+            found += f", the newest of step {newest.step}, {size_text(demand.image_bytes or 0)}"
+        damaged = sum(not damage.newer for damage in listing.damaged)
+    if damaged:
+        how = "'asymcheck verify ROOT' says what is hit"
+        return demand, Finding(name, Level.BAD, f"{found}, {damaged} damaged", how)
+    if store.capabilities.durability == "none":
+        how = "use a directory for what shall outlive the process"
+        return demand, Finding(name, Level.WARN, f"{found}; nothing outlives the process", how)
+    return demand, Finding(name, Level.OK, found)
+
+
+def _demand(repository: Repository, listing: Listing, host: Host) -> Demand:
     own_bytes = 0
     for path in slots_of(host.shared_memory, repository.run):
         with suppress(OSError):
             own_bytes += path.stat().st_size
-    demand = Demand(own_bytes=own_bytes)
-    found = f"{store.url}: {count_text(len(listing.committed), 'checkpoint')}"
-    if listing.committed:
-        manifest = listing.committed[max(listing.committed)]
-        found += f", the newest of step {manifest.at.step}, {size_text(manifest.stored_bytes)}"
-        demand = Demand(manifest.stored_bytes, len(manifest.packs), own_bytes)
-    damaged = sum(not damage.newer for damage in listing.damaged)
-    if damaged:
-        how = "'asymcheck verify ROOT' says what is hit"
-        return demand, Finding(name, Level.BAD, f"{found}, {damaged} damaged", how)
-    if durability == "none":
-        how = "use a directory for what shall outlive the process"
-        return demand, Finding(name, Level.WARN, f"{found}; they end with the process", how)
-    return demand, Finding(name, Level.OK, found)
+    if not listing.committed:
+        return Demand(own_bytes=own_bytes)
+    manifest = listing.committed[max(listing.committed)]
+    return Demand(manifest.stored_bytes, len(manifest.packs), own_bytes)
 
 
 def look_around(root: Path, host: Host, demand: Demand) -> Iterator[Finding]:
+    """Try what saves need in a directory, or where there is none, in the one above; blocks.
+
+    What is written is removed.
+    """
     at = root
-    while not at.exists() and at != at.parent:
+    while not os.path.exists(at) and at != at.parent:
         at = at.parent
-    if not at.is_dir():
+    if not os.path.isdir(at):
         how = "move it, or choose another root"
         yield Finding("root", Level.BAD, f"{at} is a file, expected a directory", how)
         return
@@ -79,10 +93,13 @@ def look_around(root: Path, host: Host, demand: Demand) -> Iterator[Finding]:
 
 
 def _free_space(at: Path, host: Host, demand: Demand) -> Finding:
-    size = host.statvfs(at)
-    free = size.f_bavail * size.f_frsize
-    found = f"{size_text(free)}"
     how = "free some space, lower keep_last, or choose another root"
+    try:
+        size = host.statvfs(at)
+    except OSError as failure:
+        return Finding("free space", Level.BAD, f"{at} does not say: {failure.strerror}", how)
+    free = size.f_bavail * size.f_frsize
+    found = size_text(free)
     if size.f_files and not size.f_favail:
         return Finding("free space", Level.BAD, f"{found}, and no more files can be made", how)
     if demand.image_bytes is None:
@@ -126,7 +143,7 @@ def _write(folder: Path, host: Host) -> Iterator[Finding]:
             return
         raise OSError(errno.EEXIST, "a name was given twice")
 
-    yield attempt(
+    writing = attempt(
         "writing",
         publish,
         "write, fsync and rename work",
@@ -134,6 +151,9 @@ def _write(folder: Path, host: Host) -> Iterator[Finding]:
         "a file cannot be written",
         "look at the system's log, or choose another root",
     )
+    yield writing
+    if writing.level is not Level.OK:
+        return
     yield attempt(
         "direct writes",
         lambda: write("c", direct=True),
@@ -170,15 +190,16 @@ def _write(folder: Path, host: Host) -> Iterator[Finding]:
 
 # --- kinds of file systems --------------------------------------------------
 
-_LOCAL = frozenset(["ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "nilfs2"])
-_MEMORY = frozenset(["tmpfs", "ramfs", "devtmpfs"])
-_LAYERS = frozenset(["overlay", "aufs", "fuse.fuse-overlayfs"])
-_PLAIN = frozenset(["vfat", "msdos", "exfat", "ntfs", "ntfs3", "fuseblk", "hfsplus"])
-_SHARED = frozenset(
-    ["nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "fuse.ceph-fuse", "fuse.glusterfs", "fuse.juicefs", "9p", "virtiofs", "afs", "orangefs", "wekafs", "panfs", "gfs2", "ocfs2"]
+_LOCAL = re.compile(r"ext[234]|xfs|btrfs|zfs|f2fs|bcachefs|jfs|nilfs2")
+_MEMORY = re.compile(r"tmpfs|ramfs|devtmpfs")
+_LAYERS = re.compile(r"overlay|aufs|fuse\.fuse-overlayfs")
+_PLAIN = re.compile(r"vfat|msdos|exfat|ntfs3?|fuseblk|hfsplus")
+_SHARED = re.compile(
+    r"nfs4?|cifs|smb3|lustre|gpfs|beegfs|9p|virtiofs|afs|orangefs|wekafs|panfs|gfs2|ocfs2"
+    r"|(fuse\.)?(ceph(-fuse)?|glusterfs|juicefs)"
 )
-_OBJECTS = frozenset(
-    ["fuse.s3fs", "fuse.gcsfuse", "gcsfuse", "fuse.goofys", "fuse.geesefs", "fuse.rclone", "fuse.mountpoint-s3", "mountpoint-s3", "fuse.blobfuse", "fuse.blobfuse2", "fuse.ossfs", "fuse.cosfs", "fuse.hf-mount"]
+_OBJECTS = re.compile(
+    r"(fuse\.)?(s3fs|gcsfuse|goofys|geesefs|rclone|mountpoint-s3|blobfuse2?|ossfs|cosfs)"
 )
 _UNSAFE = {"nobarrier", "barrier=0"}
 
@@ -195,26 +216,26 @@ def judge(kind: str, options: Sequence[str]) -> tuple[Level, str, str]:
     """
     if "ro" in options:
         return Level.BAD, "mounted read-only", "mount it for writing, or choose another root"
-    if kind in _MEMORY:
+    if _MEMORY.fullmatch(kind):
         return (
             Level.BAD,
             "in memory: every checkpoint is lost when the machine or container ends",
             "choose a root on a disk",
         )
-    if kind in _OBJECTS:
+    if _OBJECTS.fullmatch(kind):
         return (
             Level.BAD,
             "an object store that plays a file system: fsync, rename and exclusive names are "
             "imitated or missing",
             "choose a root on a disk, and copy from there",
         )
-    if kind in _LAYERS:
+    if _LAYERS.fullmatch(kind):
         return (
             Level.WARN,
             "a layer of the container: checkpoints survive a crash, and end with the container",
             "mount a volume and choose a root on it",
         )
-    if kind in _SHARED:
+    if _SHARED.fullmatch(kind):
         soft = "soft" in options
         return (
             Level.WARN,
@@ -223,13 +244,13 @@ def judge(kind: str, options: Sequence[str]) -> tuple[Level, str, str]:
             ("mount it with 'hard'; " if soft else "")
             + "have it exported with 'sync', or trust its replication",
         )
-    if kind in _PLAIN:
+    if _PLAIN.fullmatch(kind):
         return (
             Level.WARN,
-            "without a journal of its own kind: a power cut may damage more than the last save",
+            "made for other systems: a power cut may damage more than the last save",
             "choose a root on ext4 or xfs",
         )
-    if kind in _LOCAL:
+    if _LOCAL.fullmatch(kind):
         if _UNSAFE & set(options):
             return (
                 Level.BAD,
