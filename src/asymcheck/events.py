@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from time import perf_counter
+
+_log = logging.getLogger(__name__)
 
 
 class Stage(StrEnum):
@@ -51,6 +54,20 @@ Sink = Callable[[Span], None]
 
 def discard(span: Span) -> None:
     """The sink that keeps nothing."""
+
+
+def guarded(sink: Sink) -> Sink:
+    """A sink whose failures are logged and go no further: watching must not break the work."""
+    if sink is discard:
+        return sink
+
+    def receive(span: Span) -> None:
+        try:
+            sink(span)
+        except Exception:  # noqa: BLE001  it is the user's
+            _log.exception("the sink failed on %s of step %d", span.stage, span.step)
+
+    return receive
 
 
 @contextmanager

@@ -1,19 +1,19 @@
 """From a slot to a committed checkpoint: wait, check, flush, commit, retain.
 
 No torch here: the bytes are copied into a slot by the trainer, and the slot says what they
-are. The same work is done by a process of its own (``python -m asymcheck.persist``), by a
-thread of the trainer, and by the next start of the job for what a dead one left behind.
+are. The same work is done by a process of its own (``main``), by a thread of the trainer, and
+by the next start of the job for what a dead one left behind.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import select
 import signal
 import socket
-import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -265,7 +265,7 @@ class _Worker:
     def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
         self._control = control
         self._trainer = ProcessId(*config["trainer"])
-        self._trainer_fd = _open_pidfd(self._trainer)
+        self._trainer_fd = open_pidfd(self._trainer)
         self._grace_s = float(config["grace_s"])
         self._retention = Retention(**config["retention"])
         self._repository = Repository(open_store(config["url"]), config["run"])
@@ -299,19 +299,17 @@ class _Worker:
             return False
         if self._trainer_fd is None:
             return self._trainer.is_alive
-        return not select.select([self._trainer_fd], [], [], 0)[0]
+        return not self._poll(0, self._trainer_fd)
 
     def _receive(self, *, block: bool) -> None:
         """Take every message that is there; wait for one first when there is nothing to do."""
-        watched: list[Any] = [self._control]
-        if self._trainer_fd is not None:
-            watched.append(self._trainer_fd)
+        control = self._control.fileno()
+        watched = [control] if self._trainer_fd is None else [control, self._trainer_fd]
         while True:
-            wait_s = 0.2 if block else 0.0
-            if self._control not in select.select(watched, [], [], wait_s)[0]:
+            if control not in self._poll(_IDLE_MS if block else 0, *watched):
                 return
             block = False
-            data, fds, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 1)
+            data, fds, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
             if not data:
                 self._closing = True
                 return
@@ -319,6 +317,8 @@ class _Worker:
             if "close" in message:
                 self._closing = True
                 return
+            if not fds:
+                raise OSError(errno.EMFILE, "a slot came without its descriptor: raise ulimit -n")
             token = message["slot"]
             for gone in self._slots.keys() - set(message["live"]):
                 self._slots.pop(gone).close(unlink=False)
@@ -328,6 +328,16 @@ class _Worker:
                 path = message["path"]
                 self._slots[token] = Slot(fds[0], Path(path) if path else None)
             self._queue.append(self._slots[token])
+
+    @staticmethod
+    def _poll(timeout_ms: int, *fds: int) -> list[int]:
+        """Which of them can be read; unlike ``select`` this knows descriptors over 1023, and
+        the control socket has the number that it had in the trainer.
+        """
+        poll = select.poll()
+        for fd in fds:
+            poll.register(fd, select.POLLIN)
+        return [fd for fd, _ in poll.poll(timeout_ms)]
 
     def _persist_one(self, slot: Slot) -> None:
         try:
@@ -341,7 +351,8 @@ class _Worker:
             self._send({"done": asdict(durable)})
 
     def _report(self, span: Span) -> None:
-        self._send({"span": [*astuple(span)]})
+        *rest, error = astuple(span)
+        self._send({"span": [*rest, error[:_TEXT_CHARS]]})
 
     def _send(self, message: dict[str, Any]) -> None:
         # A dead trainer reads no reports; what is sealed becomes durable all the same.
@@ -349,17 +360,20 @@ class _Worker:
             self._control.send(json.dumps(message).encode())
 
 
-_MESSAGE_BYTES = 1 << 16
+MESSAGE_BYTES = 1 << 16
+"""No message between the two is longer."""
+_TEXT_CHARS = 4000  # up to six bytes each, in JSON
+_IDLE_MS = 200
 
 
 def describe_error(failure: CheckpointError) -> dict[str, Any]:
     """An error as a message between processes."""
     return {
         "type": type(failure).__name__,
-        "message": str(failure)[:8000],
+        "message": str(failure)[:_TEXT_CHARS],
         "retryable": getattr(failure, "retryable", False),
         "step": getattr(failure, "step", 0),
-        "key": getattr(failure, "key", ""),
+        "key": getattr(failure, "key", "")[:_TEXT_CHARS],
     }
 
 
@@ -376,7 +390,10 @@ def rebuild_error(told: dict[str, Any]) -> CheckpointError:
     return CheckpointError(f"{kind}: {message}")
 
 
-def _open_pidfd(process: ProcessId) -> int | None:
+def open_pidfd(process: ProcessId) -> int | None:
+    """A descriptor that can be read once the process has ended; ``None`` where the kernel has
+    no such thing, or the process has ended already.
+    """
     try:
         fd = os.pidfd_open(process.pid)
     except (OSError, AttributeError):
@@ -388,14 +405,14 @@ def _open_pidfd(process: ProcessId) -> int | None:
     return fd
 
 
-def main() -> None:
-    """Entry of the persister process: the control socket's number and the configuration."""
+def main(control: str, config: str) -> None:
+    """Entry of the persister process.
+
+    Args:
+        control: Number of the socket's descriptor.
+        config: What ``PersistProcess`` knows, as JSON.
+    """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     with suppress(OSError):
         os.nice(5)
-    control = socket.socket(fileno=int(sys.argv[1]))
-    _Worker(control, json.loads(sys.argv[2])).run()
-
-
-if __name__ == "__main__":
-    main()
+    _Worker(socket.socket(fileno=int(control)), json.loads(config)).run()

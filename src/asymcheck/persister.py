@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import queue
+import select
 import socket
 import subprocess
 import sys
@@ -15,12 +16,19 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
-from typing import IO, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from asymcheck.errors import CheckpointError, OptionError, StoreError
+from asymcheck.errors import OptionError, StoreError
 from asymcheck.events import Sink, Span, Stage
 from asymcheck.memory.arena import Arena, ProcessId, Slot
-from asymcheck.persist import Durable, persist, rebuild_error, tidy
+from asymcheck.persist import (
+    MESSAGE_BYTES,
+    Durable,
+    open_pidfd,
+    persist,
+    rebuild_error,
+    tidy,
+)
 from asymcheck.planning.retention import Retention
 from asymcheck.storage.local import LocalStore
 from asymcheck.storage.repository import Repository
@@ -29,6 +37,14 @@ from asymcheck.storage.store import Store
 _log = logging.getLogger(__name__)
 
 _TRIES = 3
+_MODULE = "asymcheck.persist"
+_START = (  # this very package, from wherever the trainer has it, and nothing else from there
+    "import sys; sys.path.insert(0, sys.argv[2]); import asymcheck; "
+    "sys.path.append(sys.path.pop(0)); from asymcheck.persist import main; main(*sys.argv[3:])"
+)
+_PAUSE_S = 0.2
+_POLL_MS = 200
+_TAIL_BYTES = 2000
 
 
 class Persister(Protocol):
@@ -50,7 +66,7 @@ class _Job:
     slot: Slot
     step: int
     future: Future[Durable]
-    tries: int = 0
+    ends: int = 0  # of processes that were at work on it
 
 
 class PersistThread:
@@ -99,7 +115,9 @@ class PersistThread:
 class PersistProcess:
     """Persists in a process of its own, which finishes sealed slots though the trainer dies.
 
-    A process that dies is replaced, and what it had under way is begun again.
+    A process that dies is replaced, and what it had under way is begun again; what ends one
+    process after the other is given up, and so is an idle start that fails again and again
+    until there is something to do.
 
     Args:
         url: Opens the store in the other process.
@@ -108,7 +126,10 @@ class PersistProcess:
         retention: Applied after each commit.
         sink: Receives spans, on a thread of this class.
         grace_s: How long an unsealed slot is waited for after SIGTERM.
-        log_path: Where the process writes its log; ``None`` for nowhere.
+        log_path: Where the process writes its log; ``None`` for a file without a name.
+
+    Raises:
+        StoreError: The process could not be started.
     """
 
     def __init__(
@@ -132,11 +153,20 @@ class PersistProcess:
         )
         self._arena = arena
         self._sink = sink
-        self._log_path = log_path
-        self._lock = threading.RLock()
+        self._log = _ProcessLog(log_path)
+        self._changed = threading.Condition(threading.RLock())
         self._jobs: deque[_Job] = deque()
         self._closing = False
-        self._process, self._control = self._spawn()
+        self._ended = 0  # processes that ended since a job was done
+        try:
+            self._process, self._control, self._watch = self._spawn()
+        except OSError as failure:
+            raise StoreError(
+                f"the persister process could not be started: {failure}; Checkpointer(…, "
+                f"persist='thread') needs none",
+                retryable=True,
+            ) from failure
+        self._is_up = True
         self._reader = threading.Thread(target=self._read, name="asymcheck-reports", daemon=True)
         self._reader.start()
 
@@ -148,17 +178,19 @@ class PersistProcess:
     def begin(self, slot: Slot, step: int) -> Future[Durable]:
         """See ``Persister``."""
         job = _Job(slot, step, Future())
-        with self._lock:
+        with self._changed:
             self._jobs.append(job)
             self._hand_over(job)
+            self._changed.notify_all()
         return job.future
 
     def close(self, timeout_s: float) -> bool:
         """See ``Persister``."""
         until_s = monotonic() + timeout_s
-        with self._lock:
+        with self._changed:
             self._closing = True
             self._send({"close": True})
+            self._changed.notify_all()
         self._reader.join(timeout_s)
         try:
             self._process.wait(max(0.0, until_s - monotonic()))
@@ -166,37 +198,31 @@ class PersistProcess:
             return False
         return not self._reader.is_alive()
 
-    def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, self._open_log() as log:
-            environment = dict(os.environ)
-            package_root = str(Path(__file__).resolve().parents[1])
-            paths = [package_root, *filter(None, [environment.get("PYTHONPATH")])]
-            environment["PYTHONPATH"] = os.pathsep.join(paths)
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "asymcheck.persist",
-                    str(theirs.fileno()),
-                    self._config,
-                ],
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                cwd="/",
-                env=environment,
-                pass_fds=(theirs.fileno(),),
-            )
-        return process, ours
+    # --- talking to the process ---------------------------------------------
 
-    def _open_log(self) -> IO[bytes]:
-        return open(self._log_path or os.devnull, "ab")
+    def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket, int | None]:
+        words = (sys.executable, "-P", "-c", _START, _MODULE, str(Path(__file__).parents[1]))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                fd = theirs.fileno()
+                process = subprocess.Popen(
+                    [*words, str(fd), self._config],
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._log.open(),
+                    cwd="/",
+                    pass_fds=(fd,),
+                )
+        except BaseException:
+            ours.close()
+            raise
+        return process, ours, open_pidfd(ProcessId.of(process.pid))
 
     def _hand_over(self, job: _Job) -> None:
-        job.tries += 1
+        if not self._is_up:
+            return  # the next process gets it
         job.slot.persister = ProcessId.of(self._process.pid)
         message = {
             "slot": job.slot.token,
@@ -212,15 +238,34 @@ class PersistProcess:
             # The reader sees its death too, replaces it and hands everything over again.
             _log.debug("persister %d does not listen: %s", self._process.pid, failure)
 
+    # --- on the thread of the reports ---------------------------------------
+
     def _read(self) -> None:
         while True:
-            try:
-                data = self._control.recv(1 << 16)
-            except OSError:
-                data = b""
-            if data:
+            self._listen()
+            if not self._replace():
+                self._log.close()
+                return
+
+    def _listen(self) -> None:
+        """Take reports until the process has ended. Its end of the socket may live on in a
+        process that was forked meanwhile, so the process itself is watched too.
+        """
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        if self._watch is not None:
+            poll.register(self._watch, select.POLLIN)
+        while True:
+            ready = [fd for fd, _ in poll.poll(None if self._watch is not None else _POLL_MS)]
+            if self._control.fileno() in ready:
+                try:
+                    data = self._control.recv(MESSAGE_BYTES)
+                except OSError:
+                    return
+                if not data:
+                    return
                 self._take(json.loads(data))
-            elif not self._replace():
+            elif ready or self._process.poll() is not None:
                 return
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -228,7 +273,8 @@ class PersistProcess:
             stage, *rest = message["span"]
             self._sink(Span(Stage(stage), *rest))
         elif "done" in message or "failed" in message:
-            with self._lock:
+            with self._changed:
+                self._ended = 0
                 job = self._jobs.popleft()
             told = message.get("failed")
             _settle(job, rebuild_error(told) if told else Durable(**message["done"]))
@@ -236,32 +282,87 @@ class PersistProcess:
     def _replace(self) -> bool:
         """The process is gone: start another for what is left; returns whether there is one."""
         code = self._process.wait()
-        with self._lock:
+        with self._changed:
+            self._is_up = False
             self._control.close()
-            if self._closing and not self._jobs:
-                return False
-            while self._jobs and self._jobs[0].tries >= _TRIES:
-                job = self._jobs.popleft()
-                _settle(job, self._given_up(job.step, code))
-            if self._closing and not self._jobs:
-                return False
-            _log.warning("persister process ended with %d: starting another", code)
-            self._process, self._control = self._spawn()
-            for job in self._jobs:
-                self._hand_over(job)
-            if self._closing:
-                self._send({"close": True})
-        return True
+            if self._watch is not None:
+                os.close(self._watch)
+        why = f"ended with {code}"
+        while True:
+            self._count_end(why)
+            with self._changed:
+                while not (self._jobs or self._closing or self._ended < _TRIES):
+                    self._changed.wait()
+                if self._closing and not self._jobs:
+                    return False
+                _log.warning("the persister process %s: starting another", why)
+                try:
+                    self._process, self._control, self._watch = self._spawn()
+                except OSError as failure:
+                    why = f"could not be started: {failure}"
+                    self._changed.wait(_PAUSE_S)
+                    continue
+                self._is_up = True
+                for job in self._jobs:
+                    self._hand_over(job)
+                if self._closing:
+                    self._send({"close": True})
+                return True
 
-    def _given_up(self, step: int, code: int) -> CheckpointError:
-        tail = ""
-        if self._log_path is not None and self._log_path.exists():
-            tail = self._log_path.read_text(encoding="utf-8", errors="replace")[-2000:]
-        return StoreError(
-            f"step {step}: the persister process ended {_TRIES} times, last with {code}; "
-            f"its log {self._log_path} ends with:\n{tail}",
-            retryable=False,
+    def _count_end(self, why: str) -> None:
+        """Blame the first job, which it was at work on; give it up when it was so too often."""
+        with self._changed:
+            self._ended += 1
+            if not self._jobs:
+                return
+            self._jobs[0].ends += 1
+            if self._jobs[0].ends < _TRIES:
+                return
+            job = self._jobs.popleft()
+        _settle(
+            job,
+            StoreError(
+                f"step {job.step}: the persister process failed {_TRIES} times, it last {why}; "
+                f"{self._log.tail()}",
+                retryable=False,
+            ),
         )
+
+
+class _ProcessLog:
+    """Where a persister process writes what it has to say."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._fd = -1
+        self._start = 0
+
+    def open(self) -> int:
+        """A descriptor for a process that starts now; ``tail`` shows what it writes."""
+        if self._path is not None:
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            fd = os.open(self._path, flags, 0o644)
+        else:
+            fd = os.memfd_create("asymcheck-log")
+        self.close()
+        self._fd, self._start = fd, os.fstat(fd).st_size
+        return fd
+
+    def tail(self) -> str:
+        """A clause that quotes the end of what the latest process wrote."""
+        where = f"its log {self._path}" if self._path else "its log"
+        if self._fd < 0:
+            return f"{where} could not be opened"
+        size = os.fstat(self._fd).st_size
+        start = max(self._start, size - _TAIL_BYTES)
+        text = os.pread(self._fd, size - start, start).decode(errors="replace").strip()
+        return f"{where} ends with:\n{text}" if text else f"{where} is empty"
+
+    def close(self) -> None:
+        """Give the descriptor back; a process that has it keeps its own."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def is_own_memory(store: Store) -> bool:

@@ -24,7 +24,7 @@ from asymcheck.errors import (
     OptionError,
     StoreError,
 )
-from asymcheck.events import Sink, discard
+from asymcheck.events import Sink, discard, guarded
 from asymcheck.handover import take_over
 from asymcheck.memory.arena import SHARED_MEMORY, Arena
 from asymcheck.options import (
@@ -110,7 +110,7 @@ class Checkpointer:
         self._on_error = one_of("on_error", on_error, ("raise", "warn"))
         self._read_only = read_only
         self._grace_s = grace_s
-        self._sink = sink
+        self._sink = guarded(sink)
         self._state = State(state)
         self._store = open_store(os.fspath(root)) if isinstance(root, str | os.PathLike) else root
         self._persist = who_persists(persist, root, self._store)

@@ -1,4 +1,4 @@
-"""A store that fails, or kills the process, at a chosen operation on a chosen object."""
+"""A store that fails, or kills or stops the process, at a chosen operation on a chosen object."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asymcheck.storage.store import Buffer, Capabilities, Entry, Readable, Store
 
 T = TypeVar("T")
 
-_ACTIONS = ("EIO", "ENOSPC", "short", "kill", "none")
+_ACTIONS = ("EIO", "ENOSPC", "short", "kill", "stop", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class Fault:
         when: ``before`` the medium is touched, in the ``mid`` of a write, or ``after`` it is
             done, so that the caller sees an error although it worked.
         do: ``EIO`` and ``ENOSPC`` raise, ``short`` drops the second half of a write and
-            returns what was taken, ``kill`` is SIGKILL to this process, ``none`` does nothing.
+            returns what was taken, ``kill`` is SIGKILL to this process, ``stop`` is SIGSTOP, after
+            which it goes on with SIGCONT, ``none`` does nothing.
     """
 
     at: int = 1
@@ -138,6 +139,7 @@ class FaultyStore:
             return work()
         if self.fault.when != "after":
             self._strike(name)
+            return work()
         result = work()
         self._strike(name)
         return result
@@ -145,6 +147,9 @@ class FaultyStore:
     def _strike(self, name: str) -> None:
         if self.fault.do == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault.do == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
         code = getattr(errno, self.fault.do)
         raise StoreError(
             f"{self.inner.url} {name}: {os.strerror(code)} (injected)",
@@ -152,8 +157,13 @@ class FaultyStore:
         )
 
     def _broken(self, name: str, parts: Iterable[Buffer]) -> Iterator[Buffer]:
-        yield from _half(parts)
+        whole = [bytes(memoryview(p).cast("B")) for p in parts]
+        yield from _half(whole)
         self._strike(name)
+        skip = sum(map(len, whole)) // 2
+        for part in whole:  # only a process that was stopped gets here
+            yield part[skip:]
+            skip = max(0, skip - len(part))
 
 
 class _FaultyReadable:
