@@ -41,6 +41,9 @@ class Canary:
 def place_canary(leaf: int, at: int, nbytes: int, itemsize: int, turn: int) -> Canary:
     """Spread the canary of a leaf over it; another ``turn`` moves it on.
 
+    The last element is always one of them: a leaf is copied from its beginning to its end, so
+    what changes all of it while it is copied shows there.
+
     Args:
         leaf: Position in the leaves.
         at: Offset of the leaf in the image.
@@ -50,11 +53,14 @@ def place_canary(leaf: int, at: int, nbytes: int, itemsize: int, turn: int) -> C
     """
     elements = nbytes // itemsize
     count = min(CANARIES_PER_LEAF, elements)
-    stride = elements // count
-    # The last leaf element must be reachable: the slack after the last stride rotates too.
-    slack = elements - (count - 1) * stride
-    offset = turn * 2654435761 % slack
-    return Canary(leaf, at + offset * itemsize, stride * itemsize, count, itemsize)
+    widest = max(1, (elements - 1) // max(1, count - 1))
+    # The first one moves over a whole stride, the others over less.
+    stride = widest - turn * _ODD % max(1, widest // count)
+    first = elements - 1 - (count - 1) * stride
+    return Canary(leaf, at + first * itemsize, stride * itemsize, count, itemsize)
+
+
+_ODD = 2654435761  # scatters neighbouring turns
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from asymcheck.errors import (
     StoreError,
 )
 from asymcheck.events import Sink, discard, guarded
+from asymcheck.handles import Handle, SaveReport
 from asymcheck.handover import take_over
 from asymcheck.memory.arena import SHARED_MEMORY, Arena
 from asymcheck.options import (
@@ -39,7 +40,7 @@ from asymcheck.planning.policy import Never
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.strategies import Strategy, resolve
 from asymcheck.recovery import RestoreReport, TornRestore, restore
-from asymcheck.snapshotter import Handle, SaveReport, Snapshotter
+from asymcheck.snapshotter import Snapshotter
 from asymcheck.storage.names import MAX_STEP
 from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.store import Store, open_store
@@ -119,6 +120,7 @@ class Checkpointer:
         self._attempt: int | None = None
         self._torn = False
         self._closed = False
+        self._pid = os.getpid()
         self._last_step = 0
         self._last_save_s = monotonic()
         self._unread: list[Handle] = []
@@ -272,6 +274,7 @@ class Checkpointer:
         self._last_step = step
         self._last_save_s = monotonic()
         if self._strategy.persist == "before":
+            self._capturing().fence()
             wait_futures([handle.durable])
             self._surface_errors()
         return handle
@@ -305,6 +308,7 @@ class Checkpointer:
         Raises:
             CheckpointError: The first background failure that was not raised yet.
         """
+        self._check_process()
         if self._snapshotter is not None:
             self._snapshotter.fence()
         wait_futures([h.durable for h in self._unread], timeout_s)
@@ -316,12 +320,12 @@ class Checkpointer:
 
         Calling it again does nothing.
         """
-        if self._closed:
-            return
-        self._closed = True
+        if self._closed or os.getpid() != self._pid:
+            return  # the checkpointer of the parent of a fork is not the child's to close
+        in_time = self._snapshotter is None or self._snapshotter.close(self._grace_s)
+        self._closed = True  # not before: a close that was interrupted can be made again
         atexit.unregister(self._at_exit)
         if self._snapshotter is not None:
-            in_time = self._snapshotter.close(self._grace_s)
             self._surface_errors()
             if not in_time:
                 raise StoreError(
@@ -361,7 +365,15 @@ class Checkpointer:
             self._repository = open_repository(self._store)
         return self._repository
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise OptionError(
+                f"this Checkpointer belongs to process {self._pid}, this is its fork "
+                f"{os.getpid()}: make one in here, on a root of its own"
+            )
+
     def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise OptionError("this Checkpointer is closed")
 
@@ -432,6 +444,7 @@ class Checkpointer:
         return self._snapshotter
 
     def _note_step(self, step: int) -> None:
+        self._check_process()
         if self._snapshotter is not None:
             self._snapshotter.latest_step = step
             self._snapshotter.settle()
@@ -440,16 +453,17 @@ class Checkpointer:
         """Raise or warn of background failures, each once; a drop is always a warning."""
         done = [h for h in self._unread if h.durable.done()]
         self._unread = [h for h in self._unread if not h.durable.done()]
-        failures = []
+        failures, said = [], []
         for handle in done:
             failure = handle.durable.exception()
             if isinstance(failure, DroppedCheckpoint):
-                _warn(str(failure))
-                self._capturing().note_drop()
+                said += [str(failure), *self._capturing().note_drop()]
             elif failure is not None:
                 failures.append(failure)
             else:
                 self._capturing().note_success()
+        for message in said:
+            _warn(message)
         if not failures:
             return
         if self._on_error == "warn":
@@ -468,11 +482,8 @@ def _warn(message: str) -> None:
 
 def _drain_at_exit(checkpointer: Checkpointer) -> Callable[[], None]:
     """Close at the exit of the interpreter what the script did not close."""
-    pid = os.getpid()
 
     def drain() -> None:
-        if os.getpid() != pid:
-            return  # a forked child: not its to close
         try:
             checkpointer.close()
         except CheckpointError as failure:

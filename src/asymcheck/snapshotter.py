@@ -36,6 +36,7 @@ from asymcheck.device.snapshot import (
 from asymcheck.device.state import State
 from asymcheck.errors import CaptureError, CheckpointError, CheckpointWarning, DroppedCheckpoint
 from asymcheck.events import Sink, Span, Stage, timed
+from asymcheck.handles import Handle, Promised, report_of
 from asymcheck.memory.arena import Arena, NoRoom, Slot, SlotState, capacity_for
 from asymcheck.persist import Durable, write_checkpoint
 from asymcheck.persister import Persister
@@ -47,54 +48,6 @@ from asymcheck.storage.repository import Repository
 
 EAGER_LIMIT_BYTES = 256 * MiB
 _DROPS_BEFORE_BLOCKING = 2
-
-
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """A durable checkpoint, and what it took.
-
-    Attributes:
-        step: Training step.
-        attempt: The attempt that wrote it.
-        raw_bytes: Bytes captured.
-        eager_bytes: Of them copied at the boundary, on the training thread.
-        stored_bytes: Bytes written.
-        step_stall_s: Seconds that ``step()`` or ``save()`` took.
-        fence_stall_s: Seconds that the next update waited for the copy.
-        copy_s: Seconds of copying behind the training.
-        persist_s: Seconds of hashing, writing and committing, waits included.
-        durable_s: Seconds from the boundary until it was durable.
-        cpu_s: CPU seconds of all background work.
-        lag_steps: Steps that training had gone on when it became durable.
-    """
-
-    step: int
-    attempt: int
-    raw_bytes: int
-    eager_bytes: int
-    stored_bytes: int
-    step_stall_s: float
-    fence_stall_s: float
-    copy_s: float
-    persist_s: float
-    durable_s: float
-    cpu_s: float
-    lag_steps: int
-
-
-@dataclass(frozen=True)
-class Handle:
-    """A save under way.
-
-    Attributes:
-        step: The step saved.
-        captured: Done once the state is copied, or given up.
-        durable: Done once the checkpoint is committed; holds what it took, or the error.
-    """
-
-    step: int
-    captured: Future[None]
-    durable: Future[SaveReport]
 
 
 @dataclass
@@ -146,6 +99,7 @@ class Snapshotter:
         self._turn = 0
         self._prepared = False
         self._lock = threading.Lock()
+        self._fencing = threading.RLock()
         self._drops = 0
         self._blocking = strategy.capture == "blocking"
         self._warned_of_eager = False
@@ -240,13 +194,20 @@ class Snapshotter:
                 raise CaptureError(f"step {step}: {why}")
             self._sink(Span(Stage.CAPTURE, step, perf_counter(), 0.0, error=f"skipped: {why}"))
             return None
-        slot.begin(placed.layout.image_bytes, placed.canary_bytes, meta)
+        try:
+            slot.begin(placed.layout.image_bytes, placed.canary_bytes, meta)
+        except BaseException:
+            self._arena.free(slot)
+            raise
         return slot
+
+    def _handle(self, step: int) -> Handle:
+        return Handle(step, Promised(self.fence), Promised(self.fence))
 
     def _write_through(self, described: Capture, placed: Placed) -> Handle:
         """Without memory for a slot: from live memory to the store, before training goes on."""
         step = described.at.step
-        handle = Handle(step, Future(), Future())
+        handle = self._handle(step)
         with timed(self._sink, Stage.STALL, step):
             try:
                 found = write_checkpoint(
@@ -263,7 +224,7 @@ class Snapshotter:
                 return handle
         handle.captured.set_result(None)
         stall_s = perf_counter() - described.boundary_s
-        handle.durable.set_result(_report(found, placed.eager_bytes, stall_s))
+        handle.durable.set_result(report_of(found, placed.eager_bytes, stall_s))
         return handle
 
     def _begin(self, described: Capture, placed: Placed, slot: Slot) -> _Active:
@@ -282,23 +243,46 @@ class Snapshotter:
             raise
         active = _Active(
             copy,
-            Handle(step, Future(), Future()),
+            self._handle(step),
             lazily=not blocking,
             eager_bytes=placed.eager_bytes,
             canaries=bytes(slot.canaries) if blocking else b"",
         )
-        self._follow(active, self._persister.begin(slot, step))
-        if waits:
-            self.copier.start(copy)
-        else:
+        if not waits:
             copy.finish()
             self._conclude(active)
+        if not lazy and not waits:
+            copy.forget()
         # Also a blocking capture is watched, to know when lazy capture may come back.
-        self._active = active if lazy or waits else None
+        self._start(active, watched=lazy or waits)
         return active
 
+    def _start(self, active: _Active, *, watched: bool) -> None:
+        """Hand the slot to the copying thread, and there to the persister: no Ctrl-C can come
+        between the two.
+        """
+        copy = active.copy
+
+        def begin() -> None:
+            try:
+                durable = self._persister.begin(copy.slot, copy.step)
+            except BaseException as failure:  # noqa: BLE001  whoever waits for it sees it
+                durable = Future()
+                durable.set_exception(failure)
+            self._follow(active, durable)
+
+        copy.before = begin
+        try:
+            self._active = active if watched else None
+            self.copier.start(copy)
+        except BaseException as failure:
+            # Interrupted before or after it was queued: once more does no harm.
+            copy.failure = copy.failure or failure
+            self.copier.start(copy)
+            raise
+
     def _follow(self, active: _Active, durable: Future[Durable]) -> None:
-        """Fill the handle's future with what both sides know."""
+        """Fill the handle's future with what both sides know. On the copying thread."""
 
         def done(future: Future[Durable]) -> None:
             self._release(active)
@@ -308,7 +292,7 @@ class Snapshotter:
                     failure = active.dropped or failure
                 active.handle.durable.set_exception(failure)
                 return
-            report = _report(future.result(), active.eager_bytes, active.step_stall_s)
+            report = report_of(future.result(), active.eager_bytes, active.step_stall_s)
             active.handle.durable.set_result(
                 replace(
                     report,
@@ -341,18 +325,16 @@ class Snapshotter:
         Blocks while a copy is under way. A checkpoint whose state changed meanwhile is
         dropped with a warning.
         """
-        active, self._active = self._active, None
-        if active is None:
-            return
-        start_s = perf_counter()
-        try:
-            active.copy.hold_updates()
-        except BaseException:
-            self._active = active  # interrupted: the next call fences
-            raise
-        active.fence_stall_s = perf_counter() - start_s
-        self._sink(Span(Stage.FENCE, active.copy.step, start_s, active.fence_stall_s))
-        self._seal(active)
+        with self._fencing:  # another thread that updates waits here for the copy too
+            active = self._active
+            if active is None:
+                return
+            start_s = perf_counter()
+            active.copy.hold_updates()  # interrupted: the next call fences
+            self._active = None
+            active.fence_stall_s = perf_counter() - start_s
+            self._sink(Span(Stage.FENCE, active.copy.step, start_s, active.fence_stall_s))
+            self._seal(active)
 
     def settle(self) -> None:
         """Seal what was captured, when its copy is complete; never blocks."""
@@ -367,6 +349,7 @@ class Snapshotter:
             if self._drops and key is None and not self._canaries_moved(active):
                 self._blocking = self._strategy.capture == "blocking"
                 self._drops = 0
+            copy.forget()
             return
         if key is not None:
             active.dropped = DroppedCheckpoint(
@@ -391,6 +374,8 @@ class Snapshotter:
         else:
             copy.slot.state = SlotState.DROPPED
             active.handle.captured.set_exception(active.dropped)
+        if active.lazily:
+            copy.forget()
         self._release(active)
 
     @staticmethod
@@ -399,17 +384,20 @@ class Snapshotter:
         finish_canaries(copy_canaries(active.copy.placed, memoryview(now)), memoryview(now))
         return now != active.canaries
 
-    def note_drop(self) -> None:
-        """A checkpoint was dropped: after two in a row capture blocks until a quiet window."""
+    def note_drop(self) -> list[str]:
+        """A checkpoint was dropped: after two in a row capture blocks until a quiet window.
+
+        Returns:
+            What the user should know of it.
+        """
         self._drops += 1
-        if self._drops >= _DROPS_BEFORE_BLOCKING and not self._blocking:
-            self._blocking = True
-            warnings.warn(
-                f"{self._drops} checkpoints in a row were dropped: capture blocks training from "
-                f"now on, until the state stays as it is between two updates",
-                CheckpointWarning,
-                stacklevel=2,
-            )
+        if self._drops < _DROPS_BEFORE_BLOCKING or self._blocking:
+            return []
+        self._blocking = True
+        return [
+            f"{self._drops} checkpoints in a row were dropped: capture blocks training from "
+            f"now on, until the state stays as it is between two updates"
+        ]
 
     def note_success(self) -> None:
         """A checkpoint became durable."""
@@ -437,23 +425,6 @@ class Snapshotter:
             CheckpointWarning,
             stacklevel=2,
         )
-
-
-def _report(found: Durable, eager_bytes: int, step_stall_s: float) -> SaveReport:
-    return SaveReport(
-        step=found.step,
-        attempt=found.attempt,
-        raw_bytes=found.raw_bytes,
-        eager_bytes=eager_bytes,
-        stored_bytes=found.stored_bytes,
-        step_stall_s=step_stall_s,
-        fence_stall_s=0.0,
-        copy_s=0.0,
-        persist_s=found.persist_s,
-        durable_s=found.durable_s,
-        cpu_s=found.cpu_s,
-        lag_steps=0,
-    )
 
 
 def _versions() -> dict[str, str]:

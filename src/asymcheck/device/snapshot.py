@@ -58,6 +58,9 @@ class Placed:
         return sum(c.nbytes for c in self.canaries)
 
 
+_NOTHING = Placed((), (), (), lay_out([]), ())
+
+
 def place(collected: Collector, turn: int) -> Placed:
     """Decide where each leaf lies.
 
@@ -200,6 +203,7 @@ class LazyCopy:
         start_s: ``perf_counter`` when the first byte was copied.
         duration_s: Seconds that copying took.
         cpu_s: CPU seconds of the copying thread.
+        before: Called on the copying thread before the first byte is copied.
     """
 
     def __init__(
@@ -217,6 +221,7 @@ class LazyCopy:
         self.copied = threading.Event()
         self.failure: BaseException | None = None
         self.start_s = self.duration_s = self.cpu_s = 0.0
+        self.before: Callable[[], None] = lambda: None
         self._canaries = canaries
         self._pinning = pinning
         self._lock = threading.Lock()
@@ -258,7 +263,11 @@ class LazyCopy:
         action()
 
     def run(self, between: Callable[[], None]) -> None:
-        """Copy, on the copying thread."""
+        """Copy, on the copying thread; again does nothing."""
+        before, self.before = self.before, lambda: None
+        before()
+        if self.copied.is_set():
+            return
         self.start_s, cpu_s = perf_counter(), thread_time()
         try:
             self._copy(between)
@@ -276,6 +285,11 @@ class LazyCopy:
         self.issued.set()
         if after is not None:
             after()
+
+    def forget(self) -> None:
+        """Let go of the sources: whoever keeps the handle of a save keeps no memory."""
+        self.placed = _NOTHING
+        self._watched, self._canaries, self._device = [], [], None
 
     def _copy(self, between: Callable[[], None]) -> None:
         into = np.frombuffer(self.slot.image, np.uint8)

@@ -1,0 +1,109 @@
+"""What a caller holds of a save that is under way, and what it learns in the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from asymcheck.persist import Durable
+
+T = TypeVar("T")
+
+
+class Promised(Future[T]):
+    """A future that fences before the training thread waits for it: nobody else would.
+
+    It cannot be cancelled.
+    """
+
+    def __init__(self, fence: Callable[[], None]) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self._fence = fence
+        self._thread = threading.get_ident()
+
+    def result(self, timeout: float | None = None) -> T:
+        """See ``Future``."""
+        self._fence_first()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See ``Future``."""
+        self._fence_first()
+        return super().exception(timeout)
+
+    def _fence_first(self) -> None:
+        if not self.done() and threading.get_ident() == self._thread:
+            self._fence()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """A durable checkpoint, and what it took.
+
+    Attributes:
+        step: Training step.
+        attempt: The attempt that wrote it.
+        raw_bytes: Bytes captured.
+        eager_bytes: Of them copied at the boundary, on the training thread.
+        stored_bytes: Bytes written.
+        step_stall_s: Seconds that ``step()`` or ``save()`` took.
+        fence_stall_s: Seconds that the next update waited for the copy.
+        copy_s: Seconds of copying behind the training.
+        persist_s: Seconds of hashing, writing and committing, waits included.
+        durable_s: Seconds from the boundary until it was durable.
+        cpu_s: CPU seconds of all background work.
+        lag_steps: Steps that training had gone on when it became durable.
+    """
+
+    step: int
+    attempt: int
+    raw_bytes: int
+    eager_bytes: int
+    stored_bytes: int
+    step_stall_s: float
+    fence_stall_s: float
+    copy_s: float
+    persist_s: float
+    durable_s: float
+    cpu_s: float
+    lag_steps: int
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A save under way.
+
+    Waiting for one of its futures, with ``result`` or ``exception``, waits for the copy too.
+    ``concurrent.futures.wait`` does not: call ``Checkpointer.fence`` before.
+
+    Attributes:
+        step: The step saved.
+        captured: Done once the state is copied, or given up.
+        durable: Done once the checkpoint is committed; holds what it took, or the error.
+    """
+
+    step: int
+    captured: Future[None]
+    durable: Future[SaveReport]
+
+
+def report_of(found: Durable, eager_bytes: int, step_stall_s: float) -> SaveReport:
+    """What the trainer knows when a checkpoint became durable; the copy is not in it yet."""
+    return SaveReport(
+        step=found.step,
+        attempt=found.attempt,
+        raw_bytes=found.raw_bytes,
+        eager_bytes=eager_bytes,
+        stored_bytes=found.stored_bytes,
+        step_stall_s=step_stall_s,
+        fence_stall_s=0.0,
+        copy_s=0.0,
+        persist_s=found.persist_s,
+        durable_s=found.durable_s,
+        cpu_s=found.cpu_s,
+        lag_steps=0,
+    )
