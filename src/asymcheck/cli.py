@@ -1,30 +1,36 @@
 """The command line: what is there, what is in it, is it whole, what may go.
 
-Nothing here needs torch. Text for people goes to standard output, one JSON object with
-``--json``; errors are one message on standard error. The exit status is 0 when all is well,
-1 when something is damaged or missing, 2 when the command cannot be run as given.
+Nothing here needs torch. What all commands share stands in ``cli_base``; those that look after
+the machine, ``doctor`` and ``repair``, in ``cli_host``.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
-import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, Any
 
 import typer
 
-from asymcheck.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, OptionError
-from asymcheck.planning.retention import CheckpointId, Retention
+from asymcheck import cli_host
+from asymcheck.cli_base import (
+    DAMAGED_OR_MISSING,
+    Json,
+    Root,
+    ask,
+    id_json,
+    open_root,
+    print_report,
+    reported,
+)
+from asymcheck.errors import CorruptCheckpoint, NoCheckpoint, OptionError
+from asymcheck.planning.retention import Retention
 from asymcheck.rendering import (
     count_text,
     metrics_text,
     plain,
-    prepare_streams,
     show_line,
     size_text,
     table_text,
@@ -34,9 +40,8 @@ from asymcheck.rendering import (
 from asymcheck.storage.index import Index
 from asymcheck.storage.manifest import Manifest
 from asymcheck.storage.reader import OpenCheckpoint, spoken
-from asymcheck.storage.repository import Damage, Repository, open_repository
+from asymcheck.storage.repository import Damage, Repository
 from asymcheck.storage.sealed import dump_metric
-from asymcheck.storage.store import open_store
 from asymcheck.upkeep import (
     PrunePlan,
     Row,
@@ -54,10 +59,6 @@ from asymcheck.upkeep import (
 )
 from asymcheck.upkeep import prune as remove
 
-P = ParamSpec("P")
-
-DAMAGED_OR_MISSING = 1
-USAGE = 2
 _STATE_LINES = 60
 
 app = typer.Typer(
@@ -70,27 +71,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Root = Annotated[
-    str, typer.Argument(metavar="ROOT", help="A directory, or a URL such as file:///runs/a.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
-
-def _reported(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn a library error into one message and an exit status."""
-
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
-        prepare_streams()
-        try:
-            command(*args, **kwargs)
-        except CheckpointError as failure:
-            message = "\n".join(map(plain, str(failure).splitlines()))
-            typer.echo(f"asymcheck: {message}", err=True)
-            usage = isinstance(failure, OptionError)
-            raise typer.Exit(USAGE if usage else DAMAGED_OR_MISSING) from None
-
-    return wrapped
+app.add_typer(cli_host.app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -109,15 +90,11 @@ def _main(
     pass
 
 
-def _open(root: str) -> Repository:
-    return open_repository(open_store(root))
-
-
 # --- ls ---------------------------------------------------------------------
 
 
 @app.command()
-@_reported
+@reported
 def ls(root: Root, as_json: Json = False) -> None:
     """List the checkpoints under ROOT, oldest first.
 
@@ -126,15 +103,15 @@ def ls(root: Root, as_json: Json = False) -> None:
     to another run, 'damaged' is no checkpoint any more, 'newer' needs a newer release. Only
     lengths are looked at; 'verify' reads every byte.
     """
-    repository = _open(root)
+    repository = open_root(root)
     listing = repository.survey()
     rows = rows_of(repository, listing)
     if as_json:
-        _print_json(
+        print_report(
             repository,
-            newest=_id(max(listing.committed)) if listing.committed else None,
+            newest=id_json(max(listing.committed)) if listing.committed else None,
             checkpoints=[_row_json(row) for row in rows],
-            leftovers=[{**_id(at), "name": name} for at, name in listing.leftovers],
+            leftovers=[{**id_json(at), "name": name} for at, name in listing.leftovers],
         )
     else:
         _print_listing(rows, len(listing.leftovers))
@@ -173,7 +150,7 @@ def _row_cells(row: Row) -> list[str]:
 def _row_json(row: Row) -> dict[str, Any]:
     found = row.manifest
     return {
-        **_id(row.at),
+        **id_json(row.at),
         "state": row.standing,
         "created_s": None if found is None else dump_metric(found.created_s),
         "stored_bytes": None if found is None else found.stored_bytes,
@@ -186,7 +163,7 @@ def _row_json(row: Row) -> dict[str, Any]:
 
 
 @app.command()
-@_reported
+@reported
 def show(
     root: Root,
     step: Annotated[int | None, typer.Option(help="Which; the newest otherwise.")] = None,
@@ -198,7 +175,7 @@ def show(
 
     Tensors, aliases, versions, metrics and, abbreviated, every plain value of the state.
     """
-    repository = _open(root)
+    repository = open_root(root)
     at = choose(repository, repository.survey(), step, attempt)
     state: dict[str, Any] | None = None
     problem: CorruptCheckpoint | None = None
@@ -216,9 +193,9 @@ def show(
         if fnmatchcase(alias, pattern) or fnmatchcase(key, pattern)
     }
     if as_json:
-        _print_json(
+        print_report(
             repository,
-            **_id(at),
+            **id_json(at),
             created_s=dump_metric(checkpoint.manifest.created_s),
             metrics=_metrics_json(checkpoint.manifest.metrics),
             versions=dict(indexes[0].versions),
@@ -277,7 +254,7 @@ def _print_state(tree: Mapping[str, Any]) -> None:
 
 
 @app.command()
-@_reported
+@reported
 def verify(
     root: Root,
     step: Annotated[int | None, typer.Option(help="Only checkpoints of this step.")] = None,
@@ -290,7 +267,7 @@ def verify(
 
     Names file, tensors and byte offset of each finding. Changes nothing.
     """
-    repository = _open(root)
+    repository = open_root(root)
     listing = repository.survey()
     rows = [
         row
@@ -306,14 +283,14 @@ def verify(
         findings = [known[row.at]] if row.at in known else []
         if not findings:
             verdict, findings = examine(repository, row.at)
-        results.append({**_id(row.at), "state": verdict, "findings": _findings_json(findings)})
+        results.append({**id_json(row.at), "state": verdict, "findings": _findings_json(findings)})
         if not as_json:
             show_line(f"{verdict:<8} {say(row.at)}")
             _print_findings(findings)
     attempts = list(damaged_attempts(repository)) if step is None else []
     bad_rows = sum(bool(r["findings"]) for r in results)
     if as_json:
-        _print_json(
+        print_report(
             repository,
             ok=not bad_rows and not attempts,
             checkpoints=results,
@@ -359,7 +336,7 @@ class Mode(StrEnum):
 
 
 @app.command()
-@_reported
+@reported
 def prune(
     root: Root,
     keep_last: Annotated[int | None, typer.Option(min=1, help="Keep the newest so many.")] = None,
@@ -407,23 +384,23 @@ def prune(
         )
     retention = Retention(keep_last, keep_every, keep_best, monitor, mode.value)
     wanted = Wanted(retention, abandoned, separate, damaged, leftovers)
-    repository = _open(root)
+    repository = open_root(root)
     plan = plan_prune(repository, wanted)
     anything = bool(plan.gone or plan.leftovers)
     if not as_json:
         _print_plan(plan)
     if anything and not dry_run:
         if not yes:
-            _ask(plan)
+            ask(f"Remove {_amount(plan)}?", "removed")
             plan = plan_prune(repository, wanted).agreed(plan)
         remove(repository, plan, verify=verify_first)
     if as_json:
-        _print_json(
+        print_report(
             repository,
             dry_run=dry_run,
-            removed=[{**_id(row.at), "state": row.standing} for row in plan.gone],
+            removed=[{**id_json(row.at), "state": row.standing} for row in plan.gone],
             leftovers=list(plan.leftovers),
-            kept=[{**_id(row.at), "state": row.standing} for row in plan.kept],
+            kept=[{**id_json(row.at), "state": row.standing} for row in plan.kept],
         )
     elif anything:
         show_line(f"{'would remove' if dry_run else 'removed'} {_amount(plan)}")
@@ -441,17 +418,6 @@ def _print_plan(plan: PrunePlan) -> None:
         show_line(f"left over, goes: {plain(name)}")
 
 
-def _ask(plan: PrunePlan) -> None:
-    if sys.stdin is None or not sys.stdin.isatty():
-        raise OptionError(
-            "standard input is no terminal, so nobody can agree, and nothing was removed: pass "
-            "--yes to remove, or --dry-run to look"
-        )
-    if not typer.confirm(f"Remove {_amount(plan)}?", err=True):
-        typer.echo("nothing was removed", err=True)
-        raise typer.Exit
-
-
 def _amount(plan: PrunePlan) -> str:
     size = f" ({size_text(plan.stored_bytes)})" if plan.stored_bytes else ""
     parts = [count_text(len(plan.gone), "checkpoint") + size] if plan.gone else []
@@ -459,17 +425,5 @@ def _amount(plan: PrunePlan) -> str:
     return " and ".join(parts) or "nothing"
 
 
-# --- said the same everywhere -----------------------------------------------
-
-
-def _id(at: CheckpointId) -> dict[str, int]:
-    return {"step": at.step, "attempt": at.attempt}
-
-
 def _metrics_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
     return {name: dump_metric(value) for name, value in metrics.items()}
-
-
-def _print_json(repository: Repository, **values: Any) -> None:  # noqa: ANN401
-    whole = {"root": repository.store.url, "run": repository.run, **values}
-    show_line(json.dumps(whole, indent=2, allow_nan=False))

@@ -160,6 +160,24 @@ def finish(
         slot.close(unlink=not keep)
 
 
+def remove_slot(old: LeftOver) -> bool:
+    """Remove a slot of a dead trainer, whatever it holds.
+
+    Returns:
+        Whether it is gone; it stays where another process is at work on it.
+    """
+    try:
+        slot = Slot.open(old.path)
+    except FileNotFoundError:
+        return True
+    except ValueError:
+        old.path.unlink(missing_ok=True)
+        return True
+    idle = _lock(slot, monotonic())
+    slot.close(unlink=idle)
+    return idle
+
+
 def _end_persister(old: LeftOver, until_s: float) -> None:
     while old.persister.is_alive and monotonic() < until_s:
         sleep(_POLL_S)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 
@@ -13,14 +17,23 @@ import pytest
 
 from asymcheck import handover
 from asymcheck.capture import Capture, dump_capture
-from asymcheck.errors import StoreError, SupersededWriter
+from asymcheck.errors import OptionError, StoreError, SupersededWriter
 from asymcheck.events import discard
 from asymcheck.handover import LeftOver, finish, left_over, living_owners, take_over
 from asymcheck.memory.arena import ProcessId, Slot, SlotState, _Word, slot_name
 from asymcheck.persist import persist
 from asymcheck.planning.layout import Extent
 from asymcheck.planning.retention import CheckpointId, Retention
+from asymcheck.repair import (
+    Repaired,
+    RepairPlan,
+    plan_repair,
+    remnants,
+    remove_remnants,
+    repair,
+)
 from asymcheck.storage.index import Leaf
+from asymcheck.storage.local import TEMP_FOLDER, LocalStore
 from asymcheck.storage.memory import MemoryStore
 from asymcheck.storage.repository import Repository, create_repository
 from asymcheck.testing.faulty import Fault, FaultyStore
@@ -150,7 +163,7 @@ def test_a_slot_that_cannot_be_saved_now_stays_and_one_that_never_can_goes(
     assert take_over(failing, Retention(), discard, 1.0, said.append, tmp_path) == []
     assert path.exists()
     assert "could not be made durable yet" in said[0]
-    repository.claim(None)
+    Repository(repository.store, repository.run).claim(None)  # another start
     (old,) = left_over(repository.run, tmp_path)
     with pytest.raises(SupersededWriter):
         finish(repository, old, Retention(), discard, monotonic() + 1.0)
@@ -217,3 +230,123 @@ def test_a_persister_that_cannot_be_killed_is_not_waited_for_without_end(
     with pytest.raises(StoreError, match=f"process {os.getpid()}, hangs in the kernel"):
         finish(repository, stuck, Retention(), discard, monotonic())
     assert path.exists()
+
+
+# --- what may be removed ----------------------------------------------------
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    """A root that a process which is dead now claimed, with a file of a write that it began."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    found = create_repository(LocalStore(tmp_path / "r"))
+    with monkeypatch.context() as patch:
+        patch.setattr("asymcheck.storage.repository.os.getpid", lambda: child.pid)
+        Repository(found.store, found.run).claim(None)
+    (tmp_path / "r" / TEMP_FOLDER).mkdir(exist_ok=True)
+    (tmp_path / "r" / TEMP_FOLDER / f"{'0' * 32}-1").write_bytes(b"half")
+    return found
+
+
+def temp_files(repository: Repository) -> int:
+    assert isinstance(repository.store, LocalStore)
+    folder = repository.store.root / TEMP_FOLDER
+    return len(list(folder.iterdir())) if folder.exists() else 0
+
+
+def mend(plan: RepairPlan, directory: Path) -> Repaired:
+    return repair(plan, discard_sealed=False, grace_s=0.0, directory=directory)
+
+
+def test_files_of_a_dead_writer_go(tmp_path: Path, on_disk: Repository) -> None:
+    plan = plan_repair(on_disk, tmp_path)
+    assert plan.writer == ""
+    assert plan.temp_files == 1
+    assert plan.changes(discard_sealed=False)
+    assert mend(plan, tmp_path).temp_files == 1
+    assert temp_files(on_disk) == 0
+    assert not plan_repair(on_disk, tmp_path).changes(discard_sealed=False)
+
+
+def test_a_start_after_the_plan_was_made_keeps_its_files(
+    tmp_path: Path, on_disk: Repository
+) -> None:
+    plan = plan_repair(on_disk, tmp_path)
+    Repository(on_disk.store, on_disk.run).claim(None)
+    assert isinstance(on_disk.store, LocalStore)
+    folder = on_disk.store.root / TEMP_FOLDER
+    folder.mkdir(exist_ok=True)
+    (folder / f"{'1' * 32}-1").write_bytes(b"of the new one")
+    assert mend(plan, tmp_path).temp_files == 0
+    assert temp_files(on_disk) == 1
+
+
+@contextmanager
+def persister(run: str, trainer: ProcessId) -> Iterator[int]:
+    """A process that is called as a persister is; gives its number."""
+    config = json.dumps({"run": run, "trainer": [trainer.pid, trainer.start]})
+    code = "import time; print(flush=True); time.sleep(600)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "asymcheck.persist", "3", config], stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process.pid
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_persister_without_a_slot_that_has_a_name_keeps_its_files(
+    tmp_path: Path, on_disk: Repository, dead: int
+) -> None:
+    plan = plan_repair(on_disk, tmp_path)
+    with persister(on_disk.run, ProcessId(dead, 1)) as pid:
+        done = mend(plan, tmp_path)
+    assert done.writer == f"persister process {pid} is still at work"
+    assert done.temp_files == 0
+    assert temp_files(on_disk) == 1
+
+
+def test_a_trainer_is_known_by_its_slots_and_by_its_persister(
+    tmp_path: Path, on_disk: Repository
+) -> None:
+    me = ProcessId.of(os.getpid())
+    path = make_slot(tmp_path, on_disk, me.pid)
+    with pytest.raises(OptionError, match=f"process {me.pid} is training on this run"):
+        plan_repair(on_disk, tmp_path)
+    path.unlink()
+    with persister("0" * 32, me):
+        plan_repair(on_disk, tmp_path)  # it is another run's
+    with (
+        persister(on_disk.run, me),
+        pytest.raises(OptionError, match=f"process {me.pid} is training on this run"),
+    ):
+        plan_repair(on_disk, tmp_path)
+
+
+def test_a_record_that_cannot_be_read_keeps_what_its_writer_may_need(
+    tmp_path: Path, on_disk: Repository
+) -> None:
+    on_disk.store.write("attempts/000001", [b"nonsense"])
+    plan = plan_repair(on_disk, tmp_path)
+    assert "the record of attempt 1 cannot be read" in plan.writer
+    assert mend(plan, tmp_path).temp_files == 0
+
+
+def test_a_slot_that_another_process_finishes_is_not_removed(
+    tmp_path: Path, repository: Repository, dead: int
+) -> None:
+    path = make_slot(tmp_path, repository, dead)
+    (found,) = remnants(repository.run, tmp_path)
+    assert (found.at, found.trainer) == (CheckpointId(1, 3), dead)
+    other = Slot.open(path)
+    fcntl.flock(other.fd, fcntl.LOCK_EX)
+    removal = remove_remnants([found], discard_sealed=True)
+    assert removal.kept == [(found, "another process is at work on it")]
+    other.close(unlink=False)
+    assert remove_remnants([found], discard_sealed=True).removed == [found]
+    assert not path.exists()
+    assert remove_remnants([found], discard_sealed=True).removed == [found]  # gone already

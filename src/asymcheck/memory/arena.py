@@ -287,6 +287,12 @@ def owner_of(path: Path) -> int:
     return int(found[4]) if found else 0
 
 
+def run_of(path: Path) -> str:
+    """Id of the run that a slot belongs to, from its name."""
+    found = _NAME.match(path.name)
+    return found[2] if found else ""
+
+
 class NoRoom(Exception):
     """There is not even memory for one slot."""
 
