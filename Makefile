@@ -22,6 +22,10 @@ check: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pytest -q -n 2 tests/unit tests/docs -m "not slow and not extra"
 
+# Half an hour on a machine that does nothing else.
+bench: $(STAMP)
+	$(BIN)/asymlab bench --docs docs/benchmarks.md
+
 format: $(STAMP)
 	$(BIN)/ruff format src tests
 	$(BIN)/ruff check --fix src tests

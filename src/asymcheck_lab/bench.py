@@ -136,7 +136,6 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> list[dict[st
         for position, system in enumerate(order_of(options.all_systems, round_number), start=1):
             if options.size != "tiny":
                 _warm_memory()
-            load = round(os.getloadavg()[0], 2)
             measured = _run(options, system, cores)
             record = {
                 **session,
@@ -144,7 +143,6 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> list[dict[st
                 "library": _library_of(system),
                 "round": round_number,
                 "position": position,
-                "load_before": load,
                 **measured,
             }
             records.append(record)

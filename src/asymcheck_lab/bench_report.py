@@ -78,9 +78,9 @@ def _about(records: Sequence[Mapping[str, Any]], summary: Summary) -> str:
         f"checkpoints a run; state of {_size(good['state_bytes'])}; a step without checkpoints "
         f"takes {summary.step_s.median:.2f} s.",
         f"- {_intervals(summary.step_s)}",
-        f"- Of the machine's CPU time, its host took {_steal(records):.1f} % away during the "
-        f"runs. Other programs kept {median(r['load_before'] for r in records):.2f} cores busy "
-        f"before a run (median).",
+        f"- Its host took {100 * _steal(records):.1f} % of the machine's CPU time away during the "
+        f"runs. Other programs, and the kernel, used {_others(records):.2f} cores during the runs "
+        f"without checkpoints.",
     ]
     return "\n".join(lines)
 
@@ -95,8 +95,17 @@ def _intervals(step_s: Estimate) -> str:
 def _steal(records: Sequence[Mapping[str, Any]]) -> float:
     good = [r for r in records if not r.get("error")]
     seconds = sum(r["whole_s"] for r in good) * good[0]["machine"]["cpus"]
-    share: float = 100 * sum(r["steal_s"] for r in good) / seconds
+    share: float = sum(r["steal_s"] for r in good) / seconds
     return share
+
+
+def _others(records: Sequence[Mapping[str, Any]]) -> float:
+    """Cores that were busy with something else; where it is much, the figures say little."""
+    return median(
+        (r["machine_cpu_s"] - r["training_cpu_s"] - r["background_cpu_s"]) / r["whole_s"]
+        for r in records
+        if r["system"] == NONE and not r.get("error")
+    )
 
 
 def _scaled(factor: float, form: str) -> Cell:
