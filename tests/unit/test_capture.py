@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # before any fork: each child would load it anew
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
