@@ -182,7 +182,7 @@ class LocalStore:
         """See ``Store``."""
         top = self._path(prefix) if prefix else self.root
         try:
-            yield from self._walk(top)
+            yield from self._walk(top, f"{prefix}/" if prefix else "")
         except OSError as failure:
             raise _store_error("list", top, failure) from failure
 
@@ -226,7 +226,7 @@ class LocalStore:
     def _path(self, name: str) -> Path:
         return self.root / check_name(name)
 
-    def _walk(self, top: Path) -> Iterator[Entry]:
+    def _walk(self, top: Path, prefix: str) -> Iterator[Entry]:
         try:
             found = list(os.scandir(top))
         except (FileNotFoundError, NotADirectoryError):
@@ -237,11 +237,10 @@ class LocalStore:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                yield from self._walk(Path(entry.path))
+                yield from self._walk(Path(entry.path), f"{prefix}{entry.name}/")
             elif entry.is_file():
                 with suppress(FileNotFoundError):
-                    name = os.path.relpath(entry.path, self.root)
-                    yield Entry(name, entry.stat().st_size)
+                    yield Entry(prefix + entry.name, entry.stat().st_size)
 
     def _publish(
         self, path: Path, parts: Iterable[Buffer], give_name: Callable[[Path, Path], None]
