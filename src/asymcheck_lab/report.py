@@ -152,7 +152,8 @@ def show_demo(console: Console, evidence: demo.Evidence, checks: Sequence[demo.C
     table.add_row("stall per checkpoint", f"{1000 * cost.stall_s:.1f} ms (median)")
     table.add_row(
         "slowdown against no checkpoints",
-        f"{100 * cost.slowdown:+.1f} %; stalls alone {100 * cost.stall_share:.1f} %",
+        f"{100 * cost.slowdown:+.1f} % ± {100 * cost.slowdown_error:.1f} %; "
+        f"stalls alone {100 * cost.stall_share:.1f} %",
     )
     table.add_row("bytes per checkpoint", decimal(cost.stored_bytes))
     table.add_row("restore", f"{cost.restore_s:.3f} s")

@@ -167,7 +167,7 @@ def test_the_cost_is_summed_up_per_checkpoint():
     assert (cost.checkpoints, cost.stored_bytes, cost.restore_s) == (5, 1000, 0.5)
     assert cost.stall_s == pytest.approx(0.01)
     assert cost.stall_share == pytest.approx(0.01 / 0.2)
-    assert cost.slowdown == pytest.approx(0)
+    assert (cost.slowdown, cost.slowdown_error) == pytest.approx((0, 0))
 
 
 def test_the_slowdown_counts_what_comes_back_in_each_cycle_and_not_what_comes_once():
@@ -177,7 +177,13 @@ def test_the_slowdown_counts_what_comes_back_in_each_cycle_and_not_what_comes_on
         for r in plain
     ]
     # One step in ten takes half as long again: 5 %.
-    assert slowdown(plain, saving, 10) == pytest.approx(0.05)
+    assert slowdown(plain, saving, 10) == pytest.approx((0.05, 0))
+
+
+def test_the_slowdown_of_unsteady_steps_comes_with_a_large_error():
+    plain = losses(1, 59)
+    unsteady = [replace(r, seconds=0.1 * (1 + r.step // 10)) for r in plain]
+    assert slowdown(plain, unsteady, 10)[1] > 0.5
 
 
 @pytest.mark.parametrize("kill_at", [5, 2, 12, 7])
