@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -43,12 +43,14 @@ class Restoring:
         matching: Gets each difference.
         params: The live parameters.
         cast: Whether a leaf of another dtype is cast rather than a difference.
+        taken: Live objects that got their content, by ``id``.
     """
 
     places: Places
     matching: Matching
     params: Params
     cast: bool
+    taken: set[int] = field(default_factory=set)
 
     def bind(self, tree: Json, live: object, bind: Bind | None = None) -> None:
         """Give every leaf of a tree a place and check that the tree can be decoded.
@@ -279,7 +281,7 @@ class OptimizerItem:
             for tensor in fresh:
                 state.pop(tensor, None)
             for tensor, tree in states:
-                state[tensor] = put_back(state.get(tensor), decoder.decode(tree))
+                state[tensor] = put_back(state.get(tensor), decoder.decode(tree), to.taken)
             other: Any = state
             for key, value in saved["other"]:
                 other[decoder.decode(key)] = decoder.decode(value)
@@ -435,6 +437,6 @@ class ValueItem:
         to.bind(saved["value"], self.value)
 
         def finish(decoder: Decoder) -> None:
-            put_back(self.value, decoder.decode(saved["value"]))
+            put_back(self.value, decoder.decode(saved["value"]), to.taken)
 
         return finish
