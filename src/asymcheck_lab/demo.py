@@ -285,27 +285,41 @@ def slowdown(
 ) -> tuple[float, float]:
     """How much longer training takes with checkpoints, as a share; 0.02 is 2 %.
 
-    The same step of both trainings does the same work, so steps are compared in pairs. What
-    saving costs comes back in each cycle of ``every`` steps: in the one that saves, and in
-    those that run beside the writing. So the ratio of each place in the cycle is the median
-    over all cycles, and the mean of these ratios counts: other load on the machine that comes
-    and goes drops out. The steps before the first save, which also warm up, are left out.
+    Other load on the machine changes whole trainings by more than checkpoints do, so loops
+    are not compared as they are. What saving costs comes back at the same places of each
+    cycle of ``every`` steps: in the step that saves, and in those beside the writing. So each
+    step is measured in medians of its own cycle, each place of the cycle by the median over
+    all cycles, and the mean over the places is held against that of the training without
+    checkpoints. The steps before the first save, which also warm up, are left out.
+
+    A cost that more than half of a cycle's steps pay alike is not seen this way; the seconds
+    of both loops stand in the report beside it.
 
     Returns:
         The share, and how far off it may be: two standard errors, from the median distance
-        of the ratios to their place's median. Load that lasts for one whole training shows
-        in neither.
+        of the steps to their place's median.
     """
-    plain_s = {r.step: r.seconds for r in plain}
-    ratios: dict[int, list[float]] = {}
-    for record in saving:
+    without, without_error = _cycle_mean(plain, every)
+    mean, error = _cycle_mean(saving, every)
+    return mean / without - 1, 2 * (error**2 + without_error**2) ** 0.5
+
+
+def _cycle_mean(records: Sequence[StepRecord], every: int) -> tuple[float, float]:
+    """Mean of the places of a cycle, in medians of a cycle, and its standard error."""
+    cycles: dict[int, list[StepRecord]] = {}
+    for record in records:
         if record.step >= every:
-            ratio = record.seconds / plain_s[record.step]
-            ratios.setdefault(record.step % every, []).append(ratio)
-    middles = {place: median(found) for place, found in ratios.items()}
-    distances = [abs(r - middles[place]) for place, found in ratios.items() for r in found]
+            cycles.setdefault(record.step // every, []).append(record)
+    places: dict[int, list[float]] = {}
+    for cycle in cycles.values():
+        if len(cycle) == every or len(cycles) == 1:  # the last one may have begun only
+            middle_s = median(r.seconds for r in cycle)
+            for record in cycle:
+                places.setdefault(record.step % every, []).append(record.seconds / middle_s)
+    middles = {place: median(found) for place, found in places.items()}
+    distances = [abs(r - middles[place]) for place, found in places.items() for r in found]
     error = _MEDIAN_DISTANCE_TO_ERROR * median(distances) / len(distances) ** 0.5
-    return sum(middles.values()) / len(middles) - 1, 2 * error
+    return sum(middles.values()) / len(middles), error
 
 
 def write_report(folder: Path, evidence: Evidence, checks: Sequence[Check]) -> None:
@@ -321,6 +335,8 @@ def write_report(folder: Path, evidence: Evidence, checks: Sequence[Check]) -> N
         "killed_at": evidence.options.kill_at,
         "resumed_from": evidence.resumed.result.resumed_from,
         "cost": asdict(cost_of(evidence)),
+        "loop_s_without_checkpoints": evidence.without.result.loop_s,
+        "loop_s_with_checkpoints": evidence.whole.result.loop_s,
     }
     path = folder / rundir.REPORT
     try:
