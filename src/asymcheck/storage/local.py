@@ -29,6 +29,10 @@ _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 T = TypeVar("T")
 
 
+class _SweptError(OSError):
+    """A file in progress was removed by the sweep of another job."""
+
+
 class Files:
     """The system calls that writing needs, so that tests can cut the power between them."""
 
@@ -154,8 +158,16 @@ class LocalStore:
     def create(self, name: str, data: Buffer) -> bool:
         """See ``Store``."""
         path = self._path(name)
+
+        def publish() -> int:
+            # Another job that claims the root sweeps: then this file is written once more.
+            for _ in _RETRY_S:
+                with suppress(_SweptError):
+                    return self._publish(path, [data], self._link)
+            return self._publish(path, [data], self._link)
+
         try:
-            _guard("create", path, lambda: self._publish(path, [data], self._link))
+            _guard("create", path, publish)
         except FileExistsError:
             return False
         return True
@@ -260,7 +272,16 @@ class LocalStore:
             finally:
                 self._files.close(fd)
             self._ensure_folder(path.parent)
-            _in_folder(path.parent, self._make_folder, lambda: give_name(temp, path))
+
+            def give() -> None:
+                try:
+                    give_name(temp, path)
+                except FileNotFoundError as failure:
+                    if temp.exists():
+                        raise  # it is the folder that is missing
+                    raise _SweptError(errno.ENOENT, "its temporary file was swept") from failure
+
+            _in_folder(path.parent, self._make_folder, give)
         except BaseException:
             with suppress(OSError):
                 self._files.unlink(temp)
@@ -361,8 +382,7 @@ def _store_error(action: str, path: Path, failure: OSError) -> StoreError:
     if isinstance(failure, FileNotFoundError) and action == "open":
         return ObjectNotFound(f"{action} {path}: not found")
     hints = {
-        errno.ENOENT: "a directory or file was removed meanwhile: was the root moved, or a newer "
-        "job started on it?",
+        errno.ENOENT: "was the root moved, or a newer job started on it?",
         errno.ENOSPC: "the disk is full: free some space or lower keep_last; "
         "the next save works once there is room",
         errno.EDQUOT: "the quota is used up: free some space or lower keep_last",

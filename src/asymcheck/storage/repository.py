@@ -62,6 +62,7 @@ from asymcheck.storage.store import Store, read_all, write_whole
 
 _log = logging.getLogger(__name__)
 
+_LOOKS = 100  # a bound; each look again means that a writer did something meanwhile
 _RECORD_BYTES = 1 << 16  # more than any attempt record, RUN.json or FORMAT needs
 
 
@@ -122,13 +123,28 @@ class Repository:
     # --- reading ------------------------------------------------------------
 
     def survey(self) -> Listing:
-        """List the store once and read every manifest.
+        """List the store and read every manifest.
+
+        A listing is no snapshot: beside a writer that commits and removes it may show nothing
+        at all. So it is made again when something on it was gone, or when it showed nothing
+        and an earlier one was different.
 
         Raises:
             StoreError: The medium failed. One manifest that cannot be read, and will not be
                 at another try either, is damage.
         """
-        sizes = {e.name: e.nbytes for e in self.store.list()}
+        before: dict[str, int] | None = None
+        for _ in range(_LOOKS):
+            sizes = {e.name: e.nbytes for e in self.store.list()}
+            listing, settled = self._read_manifests(sizes)
+            if settled and (listing.committed or sizes == before):
+                break
+            before = sizes
+        return listing
+
+    def _read_manifests(self, sizes: Mapping[str, int]) -> tuple[Listing, bool]:
+        """What the objects of those names and sizes are, and whether all were still there."""
+        settled = True
         committed: dict[CheckpointId, Manifest] = {}
         damaged: list[Damage] = []
         foreign: list[CheckpointId] = []
@@ -140,7 +156,8 @@ class Repository:
             try:
                 manifest = parse_manifest(read_all(self.store, name), name)
             except ObjectNotFound:
-                continue  # removed since it was listed
+                settled = False
+                continue
             except (CorruptCheckpoint, IncompatibleCheckpoint, StoreError) as failure:
                 if isinstance(failure, StoreError) and failure.retryable:
                     raise
@@ -153,6 +170,13 @@ class Repository:
                 foreign.append(manifest.at)
                 continue
             problem = _wrong_length(manifest, sizes)
+            if problem is not None:
+                # The listing may have raced with a commit or a removal: look at it alone.
+                now = {e.name: e.nbytes for e in self.store.list(step_folder(manifest.at.step))}
+                if name not in now:
+                    settled = False
+                    continue
+                problem = _wrong_length(manifest, now)
             if problem is None:
                 committed[manifest.at] = manifest
             else:
@@ -162,12 +186,13 @@ class Repository:
             for name in sizes
             if name not in named and (parsed := parse_name(name)) is not None
         ]
-        return Listing(
+        listing = Listing(
             {at: committed[at] for at in sorted(committed)},
             sorted(damaged, key=lambda d: d.at),
             sorted(foreign),
             sorted(leftovers),
         )
+        return listing, settled
 
     def parents(self, *, unreadable_too: bool = False) -> dict[int, CheckpointId | None]:
         """What each attempt continued from; a damaged record counts as nothing.
