@@ -609,6 +609,23 @@ def test_names_that_the_optimizer_knows_itself_stay_its_own() -> None:
     assert fresh.param_groups[0]["param_names"] == [n for n, _ in again.named_parameters()]
 
 
+def test_any_name_of_a_parameter_works() -> None:
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = nn.Module()
+        for name in ("a/b", "a%2Fb", "[0]", "$leaf", "\ud800", "\ud83d\ude00", "😀", "x~2"):
+            model.register_parameter(name, nn.Parameter(torch.randn(2)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = make()
+    again, live = make()
+    _restore(_save(**{"a/$": model, "optim": optimizer}), **{"a/$": again, "optim": live})
+    assert inside(again, live) == inside(model, optimizer)
+
+
 def test_a_schedule_reads_the_rate_that_was_restored_whichever_is_first() -> None:
     for order in (("optim", "sched"), ("sched", "optim")):
         model, again = Net(), Net()

@@ -321,18 +321,18 @@ def _match(
     tensors: Mapping[str, tuple[torch.Tensor, Mapping[str, Any]]],
     shapes: Mapping[str, list[int]],
     matching: Matching,
-) -> list[str]:
+) -> set[str]:
     """Note how the groups differ; returns the parameters whose state can be loaded."""
     missing = [p for p in tensors if p not in shapes]
     unexpected = [p for p in shapes if p not in tensors]
     common = [p for p in tensors if p in shapes]
-    fitting = [p for p in common if list(tensors[p][0].shape) == shapes[p]]
+    fitting = {p for p in common if list(tensors[p][0].shape) == shapes[p]}
     matching.missing_keys += [f"{name}/{p}" for p in missing]
     matching.unexpected_keys += [f"{name}/{p}" for p in unexpected]
     matching.mismatched += [
         (f"{name}/{p}", f"shape {list(tensors[p][0].shape)}", f"shape {shapes[p]}")
         for p in common
-        if p not in set(fitting)
+        if p not in fitting
     ]
     group_here = {p: g for g, names in enumerate(here) for p in names}
     group_there = {p: g for g, names in enumerate(there) for p in names}

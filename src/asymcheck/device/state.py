@@ -179,7 +179,7 @@ class State:
                 params = dict(item.module.named_parameters(remove_duplicate=False))
                 canonical = canonical_names(params)
                 for raw, param in params.items():
-                    full = f"{escape(name)}/{canonical[raw]}"
+                    full = f"{escape(name)}/{escape(canonical[raw])}"
                     names.setdefault(id(param), full)
                     by_name[full] = param
         return Params(names, by_name)
