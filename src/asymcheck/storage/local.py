@@ -133,7 +133,7 @@ class LocalStore:
     @property
     def url(self) -> str:
         """See ``Store``."""
-        return "file://" + quote(str(self.root))
+        return "file://" + quote(str(self.root), errors="surrogateescape")
 
     def prepare(self) -> None:
         """See ``Store``."""
@@ -401,10 +401,10 @@ def open_local(target: str, options: dict[str, str]) -> LocalStore:
     """Factory of the ``file`` scheme.
 
     Raises:
-        OptionError: The URL names a host or has options.
+        OptionError: It is no path, or there are options.
     """
     if options:
         raise OptionError(f"file://{target}: expected no options, found {sorted(options)}")
-    if not target:
-        raise OptionError("root: expected a directory, found an empty path")
+    if not target or "\0" in target:
+        raise OptionError(f"root: expected a directory, found {target!r}")
     return LocalStore(target)
