@@ -185,8 +185,10 @@ def write_checkpoint(
         )
         with timed(sink, Stage.COMMIT, at.step):
             manifest = repository.commit(index)
-    except BaseException:
+    except BaseException as failure:
         _discard(repository, at)
+        if isinstance(failure, StoreError):
+            _check_not_overtaken(repository, at, failure)
         raise
     done_s = perf_counter()
     with timed(sink, Stage.RETAIN, at.step):
@@ -239,6 +241,16 @@ def _check_room(repository: Repository, capture: Capture) -> None:
             f"free: free some space or lower keep_last; the next save works once there is room",
             retryable=True,
         )
+
+
+def _check_not_overtaken(repository: Repository, at: CheckpointId, failure: StoreError) -> None:
+    """A newer job that claims the root breaks writes in progress: say that, not how it shows."""
+    try:
+        repository.check_writer(at.attempt)
+    except SupersededWriter as overtaken:
+        raise overtaken from failure
+    except StoreError:
+        return  # the medium is down: the first failure tells more
 
 
 def _discard(repository: Repository, at: CheckpointId) -> None:

@@ -27,6 +27,9 @@ from asymcheck.storage.index import TREE_KEY, Chunk, Index, Leaf
 from asymcheck.storage.reader import OpenCheckpoint
 from asymcheck.storage.repository import Listing, Repository
 
+_LOOKS = 100
+"""How often a restore looks again because a writer removed what it was about to read."""
+
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
@@ -90,23 +93,25 @@ def restore(
         IncompatibleCheckpoint: It does not match; nothing was changed.
     """
     start_s = perf_counter()
-    listing = repository.survey()
-    candidates = _candidates(repository, listing, step)
-    newest = candidates[0] if candidates else CheckpointId(0, 0)
-    skipped = [
-        (d.at.step, d.why)
-        for d in listing.damaged
-        if (d.at > newest if step is None else d.at.step == step)
-    ]
-    if not candidates and not skipped:
-        raise NoCheckpoint(_none_there(repository, listing, step))
     torn = False
-    for at in candidates:
+    looks = 0
+    candidates, skipped = _look(repository, step)
+    while candidates:
+        at = candidates.pop(0)
         with timed(sink, Stage.RESTORE, at.step):
             loading = _Loading(repository, at, state, strict=strict, cast=cast)
             try:
                 report = loading.run()
-            except (CorruptCheckpoint, StoreError, NoCheckpoint) as failure:
+            except NoCheckpoint as failure:
+                torn = torn or loading.touched
+                looks += 1
+                if looks < _LOOKS:
+                    # A writer beside us removed it since we looked: then newer ones are there.
+                    candidates, skipped = _look(repository, step)
+                else:
+                    skipped.append((at.step, str(failure)))
+                continue
+            except (CorruptCheckpoint, StoreError) as failure:
                 torn = torn or loading.touched
                 skipped.append((at.step, str(failure)))
                 continue
@@ -146,6 +151,23 @@ def restore(
 
 def _warn(message: str) -> None:
     warnings.warn(message, CheckpointWarning, stacklevel=4)
+
+
+def _look(
+    repository: Repository, step: int | None
+) -> tuple[list[CheckpointId], list[tuple[int, str]]]:
+    """What may be restored, best first, and what is damaged and would have been better."""
+    listing = repository.survey()
+    candidates = _candidates(repository, listing, step)
+    newest = candidates[0] if candidates else CheckpointId(0, 0)
+    damaged = [
+        (d.at.step, d.why)
+        for d in listing.damaged
+        if (d.at > newest if step is None else d.at.step == step)
+    ]
+    if not candidates and not damaged:
+        raise NoCheckpoint(_none_there(repository, listing, step))
+    return candidates, damaged
 
 
 def _candidates(repository: Repository, listing: Listing, step: int | None) -> list[CheckpointId]:

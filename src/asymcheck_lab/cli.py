@@ -113,7 +113,7 @@ def demo(
     ] = 30,
     strategy: Annotated[str, typer.Option(help="asymcheck, or a system to compare")] = "asymcheck",
     seed: SeedOption = 0,
-    threads: ThreadsOption = 2,
+    threads: ThreadsOption = 1,
 ) -> None:
     """Train, kill the training in the middle of a save, resume, and prove that nothing changed."""
     with _readable_errors():

@@ -118,7 +118,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 # 3.3 million parameters, 39 MB with two moments; dropout as in GPT-2: 0.1.
                 "demo": Size(
                     context=128,
-                    batch=8,
+                    batch=4,
                     learning_rate=1e-3,
                     warmup_steps=20,
                     config={"n_layer": 4, "n_embd": 256, "n_head": 4},

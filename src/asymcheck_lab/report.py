@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from asymcheck.rendering import size_text
 from asymcheck_lab import demo
 from asymcheck_lab.record import Result, StepRecord, median
 
@@ -60,7 +60,7 @@ class TrainingBar:
         """See ``Observer``."""
         if report.step:
             self._console.print(
-                f"resumed from step {report.step}: {decimal(report.restored_bytes)} in "
+                f"resumed from step {report.step}: {size_text(report.restored_bytes)} in "
                 f"{report.duration_s:.2f} s"
             )
         if report.step == self._steps:
@@ -83,11 +83,11 @@ def show_training(console: Console, log: Path, root: str | None, result: Result)
     if result.checkpoints:
         stall_s = median(c.stall_s for c in result.checkpoints)
         size = round(median(c.stored_bytes for c in result.checkpoints))
-        table.add_row("checkpoints", f"{len(result.checkpoints)} of {decimal(size)}")
+        table.add_row("checkpoints", f"{len(result.checkpoints)} of {size_text(size)}")
         table.add_row("stall per checkpoint", f"{1000 * stall_s:.1f} ms (median)")
     table.add_row("log", str(log))
     console.print(table)
-    if root is not None:
+    if root is not None and not root.startswith("memory:"):  # what ends with this process
         console.print(
             f"look at the checkpoints: asymcheck ls {root}", highlight=False, soft_wrap=True
         )
@@ -152,9 +152,10 @@ def show_demo(console: Console, evidence: demo.Evidence, checks: Sequence[demo.C
     table.add_row("stall per checkpoint", f"{1000 * cost.stall_s:.1f} ms (median)")
     table.add_row(
         "slowdown against no checkpoints",
-        f"{100 * cost.slowdown:+.1f} %; stalls alone {100 * cost.stall_share:.1f} %",
+        f"{100 * cost.slowdown:+.1f} % ± {100 * cost.slowdown_error:.1f} %; "
+        f"stalls alone {100 * cost.stall_share:.1f} %",
     )
-    table.add_row("bytes per checkpoint", decimal(cost.stored_bytes))
+    table.add_row("bytes per checkpoint", size_text(cost.stored_bytes))
     table.add_row("restore", f"{cost.restore_s:.3f} s")
     table.add_row("killed while saving step", str(options.kill_at))
     table.add_row("resumed from step", str(evidence.resumed.result.resumed_from))

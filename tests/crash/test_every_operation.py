@@ -8,11 +8,13 @@ a restart over a half-saved step. Each state says which save it belongs to.
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -32,7 +34,19 @@ from asymcheck.testing.powercut import PowerCut, PowerCutStore
 
 pytestmark = pytest.mark.crash
 
+N_PARTS = 4
+PARTS = pytest.mark.parametrize("part", range(N_PARTS))
+
 CHANGING = {"write", "create", "delete", "sweep", "prepare"}
+
+
+@pytest.fixture
+def quick_path() -> Iterator[Path]:
+    """A directory in memory where there is such: what is really synced is not the point here."""
+    memory = Path("/dev/shm")
+    usable = memory.is_dir() and os.access(memory, os.W_OK)
+    with TemporaryDirectory(prefix="asymcheck-test-", dir=memory if usable else None) as made:
+        yield Path(made)
 
 
 class NoSync(Files):
@@ -253,13 +267,16 @@ def faults(n: int, op: str) -> list[Fault]:
     return found
 
 
+@PARTS
 @pytest.mark.parametrize("again", [True, False], ids=["again", "onward"])
-def test_an_error_at_any_operation_is_raised_once_and_the_next_save_works(again: bool) -> None:
+def test_an_error_at_any_operation_is_raised_once_and_the_next_save_works(
+    again: bool, part: int
+) -> None:
     operations = operations_of_a_life(MemoryStore())
     assert {"write", "create", "open", "read", "list", "delete", "sweep", "free_bytes"} <= {
         op for op, _ in operations
     }
-    for n, (op, name) in enumerate(operations, 1):
+    for n, (op, name) in list(enumerate(operations, 1))[part::N_PARTS]:
         for fault in faults(n, op) if again else faults(n, op)[:1]:
             raw, log = MemoryStore(), Log()
             with warnings.catch_warnings():
@@ -277,10 +294,10 @@ def test_an_error_at_any_operation_is_raised_once_and_the_next_save_works(again:
             check_what_is_there(raw, log)
 
 
-def test_an_error_in_the_middle_of_a_write_leaves_no_temporary_file(tmp_path: Path) -> None:
+def test_an_error_in_the_middle_of_a_write_leaves_no_temporary_file(quick_path: Path) -> None:
     for n in range(1, 25):
         for do in ("ENOSPC", "short"):
-            raw, log = LocalStore(tmp_path / f"{n}-{do}", NoSync()), Log()
+            raw, log = LocalStore(quick_path / f"{n}-{do}", NoSync()), Log()
             fault = Fault(at=n, op="write", when="mid", do=do)
             errors = whole_life(FaultyStore(raw, fault), raw, log.said, calm=True, again=True)
             assert len(errors) == 1
@@ -313,9 +330,12 @@ def end_quietly(life: Life) -> None:
             life.ckpt.close()
 
 
+@PARTS
 @IN_A_THREAD
-def test_a_power_cut_at_any_system_call_loses_nothing_that_was_durable(tmp_path: Path) -> None:
-    counted, log = PowerCutStore(tmp_path / "0" / "root"), Log()
+def test_a_power_cut_at_any_system_call_loses_nothing_that_was_durable(
+    quick_path: Path, part: int
+) -> None:
+    counted, log = PowerCutStore(quick_path / "0" / "root"), Log()
     whole_life(counted, counted, log.said)
     calls = len(counted.files.operations)
     assert {"open_new", "write", "fsync", "close", "rename", "link"} | {
@@ -324,44 +344,45 @@ def test_a_power_cut_at_any_system_call_loses_nothing_that_was_durable(tmp_path:
         "rmdir",
         "fsync_dir",
     } == {call for call, _ in counted.files.operations}
-    for n in range(1, calls + 2):
-        store, log = PowerCutStore(tmp_path / f"{n}" / "root", cut_at=n), Log()
+    for n in range(1 + part, calls + 2, N_PARTS):
+        store, log = PowerCutStore(quick_path / f"{n}" / "root", cut_at=n), Log()
         live_until_the_power_is_cut(store, log)
         assert store.files.is_off == (n <= calls)
         for mode in ("lost", "names", "mixed"):
-            after = tmp_path / f"{n}" / mode
+            after = quick_path / f"{n}" / mode
             store.files.after_power_cut(after, mode, seed=n)
             try:
                 check_what_is_there(LocalStore(after, NoSync()), log)
             except (AssertionError, CheckpointError) as failure:
                 failure.add_note(f"call {n} {store.files.operations[-1]}, {mode}")
                 raise
-        shutil.rmtree(tmp_path / f"{n}")
+        shutil.rmtree(quick_path / f"{n}")
 
 
+@PARTS
 @IN_A_THREAD
 def test_a_process_that_ends_at_any_system_call_leaves_a_root_that_a_later_cut_spares(
-    tmp_path: Path,
+    quick_path: Path, part: int
 ) -> None:
     """What the dead process had not synced must not be taken for durable by the next one."""
-    counted, log = PowerCutStore(tmp_path / "0" / "root"), Log()
+    counted, log = PowerCutStore(quick_path / "0" / "root"), Log()
     whole_life(counted, counted, log.said)
-    for n in range(1, len(counted.files.operations) + 1):
-        store, log = PowerCutStore(tmp_path / f"{n}" / "root", cut_at=n), Log()
+    for n in range(1 + part, len(counted.files.operations) + 1, N_PARTS):
+        store, log = PowerCutStore(quick_path / f"{n}" / "root", cut_at=n), Log()
         live_until_the_power_is_cut(store, log)
         store.files.restart_process()
         # A new process knows nothing of what the old one had synced.
         next_process = LocalStore(store.root, store.files)
         last = check_what_is_there(next_process, log)
         for mode in ("lost", "mixed"):
-            after = tmp_path / f"{n}" / mode
+            after = quick_path / f"{n}" / mode
             store.files.after_power_cut(after, mode, seed=n)
             raw = LocalStore(after, NoSync())
             assert_nothing_half_written(raw)
             life = Life(raw, log.said)
             assert life.start() == last.more["step"]
             assert torch.equal(life.tensor, last.tensor)
-        shutil.rmtree(tmp_path / f"{n}")
+        shutil.rmtree(quick_path / f"{n}")
 
 
 # --- SIGKILL ----------------------------------------------------------------
@@ -381,10 +402,12 @@ def moments(operations: list[tuple[str, str]]) -> Iterator[Fault]:
     yield Fault(at=1, do="kill")
 
 
-def test_a_process_killed_at_any_operation_loses_nothing_that_was_durable(tmp_path: Path) -> None:
+def test_a_process_killed_at_any_operation_loses_nothing_that_was_durable(
+    quick_path: Path,
+) -> None:
     torch.set_num_threads(1)  # a fork does not inherit a thread pool
     for i, fault in enumerate(moments(operations_of_a_life(MemoryStore()))):
-        raw, log = LocalStore(tmp_path / f"{i}", NoSync()), Log()
+        raw, log = LocalStore(quick_path / f"{i}", NoSync()), Log()
 
         def live(say: Say, raw: Store = raw, fault: Fault = fault) -> None:
             whole_life(FaultyStore(raw, fault), raw, say)

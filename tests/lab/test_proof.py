@@ -167,17 +167,32 @@ def test_the_cost_is_summed_up_per_checkpoint():
     assert (cost.checkpoints, cost.stored_bytes, cost.restore_s) == (5, 1000, 0.5)
     assert cost.stall_s == pytest.approx(0.01)
     assert cost.stall_share == pytest.approx(0.01 / 0.2)
-    assert cost.slowdown == pytest.approx(0)
+    assert (cost.slowdown, cost.slowdown_error) == pytest.approx((0, 0))
 
 
 def test_the_slowdown_counts_what_comes_back_in_each_cycle_and_not_what_comes_once():
-    plain = losses(1, 40)
+    plain = losses(1, 50)
     saving = [
         replace(r, seconds=0.15 if r.step % 10 == 0 else 4.0 if r.step == 23 else 0.1)
         for r in plain
     ]
     # One step in ten takes half as long again: 5 %.
-    assert slowdown(plain, saving, 10) == pytest.approx(0.05)
+    assert slowdown(plain, saving, 10) == pytest.approx((0.05, 0))
+
+
+def test_the_slowdown_does_not_count_other_load_that_lasts_for_a_training_or_for_cycles():
+    plain = [replace(r, seconds=0.3) for r in losses(1, 50)]
+    saving = [
+        replace(r, seconds=(0.15 if r.step % 10 == 0 else 0.1) * (r.step // 10 + 1)) for r in plain
+    ]
+    assert slowdown(plain, saving, 10) == pytest.approx((0.05, 0))
+
+
+def test_the_slowdown_of_unsteady_steps_comes_with_a_large_error():
+    plain = losses(1, 59)
+    unsteady = [replace(r, seconds=0.1 * (1 + r.step * 7 % 11)) for r in plain]
+    assert slowdown(plain, plain, 10) == pytest.approx((0, 0))
+    assert slowdown(plain, unsteady, 10)[1] > 0.1
 
 
 @pytest.mark.parametrize("kill_at", [5, 2, 12, 7])

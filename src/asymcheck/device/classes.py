@@ -21,6 +21,13 @@ from asymcheck.errors import IncompatibleCheckpoint, StateError
 _HEAP_TYPE = 1 << 9
 """Flag of the classes that were made by a class statement."""
 
+
+def is_open(kind: Any) -> bool:  # noqa: ANN401
+    """Whether it is a dataclass whose fields may be set."""
+    parameters: Any = getattr(kind, "__dataclass_params__", None)
+    return parameters is not None and not parameters.frozen
+
+
 # --- saving -----------------------------------------------------------------
 
 

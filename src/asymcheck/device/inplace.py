@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from asymcheck.device.classes import is_open
 from asymcheck.device.tensors import NUMPY_PREFIX
 from asymcheck.device.tree import Decoder, Json
 from asymcheck.errors import CheckpointError
@@ -84,22 +85,23 @@ def _names_of(live: Any) -> set[str]:  # noqa: ANN401
     return {f.name for f in dataclasses.fields(live)}
 
 
-def put_back(live: Any, value: Any, taken: set[int] | None = None) -> Any:  # noqa: ANN401
+def put_back(live: Any, value: Any, taken: set[int]) -> Any:  # noqa: ANN401
     """Give a live value the content of a decoded one, in place where its type allows it.
 
     Args:
         live: What is there.
         value: What is to be there.
         taken: Live objects by ``id`` that already got their content: one that is met again
-            was two objects at the save.
+            was two objects at the save. Extended.
 
     Returns:
         The live object, or ``value`` where there is nothing to change in place.
     """
-    taken = set() if taken is None else taken
-    if live is value or type(live) is not type(value) or id(live) in taken:
+    if type(live) is not type(value) or id(live) in taken:
         return value
     taken.add(id(live))
+    if live is value:
+        return live
     if isinstance(live, dict):
         merged = {k: put_back(live.get(k), v, taken) for k, v in value.items()}
         live.clear()
@@ -123,7 +125,7 @@ def put_back(live: Any, value: Any, taken: set[int] | None = None) -> Any:  # no
         if live.dtype != value.dtype or live.shape != value.shape or not live.flags.writeable:
             return value
         live[...] = value
-    elif dataclasses.is_dataclass(type(live)) and not type(live).__dataclass_params__.frozen:
+    elif is_open(type(live)):
         for f in dataclasses.fields(live):
             before = getattr(live, f.name, None)
             object.__setattr__(live, f.name, put_back(before, getattr(value, f.name), taken))
@@ -165,7 +167,7 @@ def unlike(live: object, tree: Json, leaf: Callable[[str], Leaf | None]) -> tupl
     """How a live value differs in what cannot be changed in place.
 
     Args:
-        live: A container or generator.
+        live: A container, generator or dataclass.
         tree: The encoded value of the same type.
         leaf: The leaf of a key.
 
@@ -185,6 +187,9 @@ def unlike(live: object, tree: Json, leaf: Callable[[str], Leaf | None]) -> tupl
         there = tree["$numpy_generator"]["state"]["bit_generator"]
     elif isinstance(live, torch.Generator):
         here, there = str(live.device), tree["$torch_generator"][0]
+    elif dataclasses.is_dataclass(live):
+        here = f"{type(live).__module__}:{type(live).__qualname__}"
+        there = tree["$dataclass"][0]
     else:
         return None
     return None if here == there else (str(here), str(there))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -44,12 +44,14 @@ class Restoring:
         matching: Gets each difference.
         params: The live parameters.
         cast: Whether a leaf of another dtype is cast rather than a difference.
+        taken: Live objects that got their content, by ``id``.
     """
 
     places: Places
     matching: Matching
     params: Params
     cast: bool
+    taken: set[int] = field(default_factory=set)
 
     def bind(self, tree: Json, live: object, bind: Bind | None = None) -> None:
         """Give every leaf of a tree a place and check that the tree can be decoded.
@@ -282,7 +284,7 @@ class OptimizerItem:
             for tensor in fresh:
                 state.pop(tensor, None)
             for tensor, tree in states:
-                state[tensor] = put_back(state.get(tensor), decoder.decode(tree))
+                state[tensor] = put_back(state.get(tensor), decoder.decode(tree), to.taken)
             other: Any = state
             for key, value in saved["other"]:
                 other[decoder.decode(key)] = decoder.decode(value)
@@ -322,18 +324,18 @@ def _match(
     tensors: Mapping[str, tuple[torch.Tensor, Mapping[str, Any]]],
     shapes: Mapping[str, list[int]],
     matching: Matching,
-) -> list[str]:
+) -> set[str]:
     """Note how the groups differ; returns the parameters whose state can be loaded."""
     missing = [p for p in tensors if p not in shapes]
     unexpected = [p for p in shapes if p not in tensors]
     common = [p for p in tensors if p in shapes]
-    fitting = [p for p in common if list(tensors[p][0].shape) == shapes[p]]
+    fitting = {p for p in common if list(tensors[p][0].shape) == shapes[p]}
     matching.missing_keys += [f"{name}/{p}" for p in missing]
     matching.unexpected_keys += [f"{name}/{p}" for p in unexpected]
     matching.mismatched += [
         (f"{name}/{p}", f"shape {list(tensors[p][0].shape)}", f"shape {shapes[p]}")
         for p in common
-        if p not in set(fitting)
+        if p not in fitting
     ]
     group_here = {p: g for g, names in enumerate(here) for p in names}
     group_there = {p: g for g, names in enumerate(there) for p in names}
@@ -438,6 +440,6 @@ class ValueItem:
         to.bind(saved["value"], self.value)
 
         def finish(decoder: Decoder) -> None:
-            put_back(self.value, decoder.decode(saved["value"]))
+            put_back(self.value, decoder.decode(saved["value"]), to.taken)
 
         return finish

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from math import prod
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
@@ -225,7 +227,7 @@ class Places:
         if first is not None:
             return None if first == leaf.key else first  # tied: that memory is written once
         self._written[identity] = leaf.key
-        target = Target(key, tensor, self._torch_dtype(leaf), leaf.order)
+        target = Target(key, tensor, _torch_dtype(leaf), leaf.order)
         self.sinks.setdefault(leaf.key, []).append(target)
         return None
 
@@ -240,7 +242,7 @@ class Places:
             if leaf.nbytes:
                 self.sinks.setdefault(leaf.key, []).append(_NumpySink(array))
             return
-        dtype = self._torch_dtype(leaf)
+        dtype = _torch_dtype(leaf)
         if _is_reusable(live, leaf, dtype, device) and self.into_tensor(key, live) is None:
             self._arrays[leaf.key] = live
             return
@@ -257,16 +259,6 @@ class Places:
         if leaf is None:
             raise CorruptCheckpoint("(state)", f"the tree names {key!r:.120}, which is no leaf")
         return leaf
-
-    @staticmethod
-    def _torch_dtype(leaf: Leaf) -> torch.dtype:
-        dtype = dtype_of(leaf.dtype)
-        if dtype is None:
-            raise IncompatibleCheckpoint(
-                f"{leaf.key!r}: torch {torch.__version__} has no dtype {leaf.dtype!r:.40}"
-            )
-        check_size(leaf, dtype.itemsize)
-        return dtype
 
     def _numpy_array(self, leaf: Leaf, live: object) -> np.ndarray[Any, Any]:
         try:
@@ -288,15 +280,23 @@ class Places:
         return np.empty(leaf.shape, dtype)
 
 
+def _torch_dtype(leaf: Leaf) -> torch.dtype:
+    dtype = dtype_of(leaf.dtype)
+    if dtype is None:
+        raise IncompatibleCheckpoint(
+            f"{leaf.key!r}: torch {torch.__version__} has no dtype {leaf.dtype!r:.40}"
+        )
+    check_size(leaf, dtype.itemsize)
+    return dtype
+
+
 def check_size(leaf: Leaf, itemsize: int) -> None:
     """Check that a leaf has as many bytes as its shape and dtype say.
 
     Raises:
         CorruptCheckpoint: It has not.
     """
-    expected = itemsize
-    for size in leaf.shape:
-        expected *= size
+    expected = itemsize * prod(leaf.shape)
     if expected != leaf.nbytes:
         raise CorruptCheckpoint(
             "(state)",
@@ -305,6 +305,7 @@ def check_size(leaf: Leaf, itemsize: int) -> None:
         )
 
 
+@cache
 def usable_device(name: str) -> torch.device:
     """The recorded device where it is there, else the CPU.
 

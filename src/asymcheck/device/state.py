@@ -9,7 +9,10 @@ values set.
 from __future__ import annotations
 
 import collections
+import dataclasses
+import enum
 import json
+import pathlib
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from asymcheck.device import rng
+from asymcheck.device.classes import is_open
 from asymcheck.device.items import (
     Finish,
     Item,
@@ -53,6 +57,20 @@ _CONTAINERS = (
     np.random.Generator,
 )
 
+_VALUES = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    tuple,
+    frozenset,
+    np.generic,
+    enum.Enum,
+    pathlib.PurePath,
+)
+
 
 @dataclass(frozen=True)
 class RestorePlan:
@@ -84,6 +102,11 @@ class State:
         if not items:
             raise StateError("", "expected at least one object to save, found none")
         self._items = {name: _classify(name, value) for name, value in items.items()}
+        seen: dict[int, str] = {}
+        for name, value in items.items():
+            first = seen.setdefault(id(value), name)
+            if first != name and isinstance(self._items[name], ValueItem):
+                raise StateError(name, f"it is the same object as {first!r}: name it once")
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -127,7 +150,7 @@ class State:
             tree = json.loads(text)
             finishes = self._plan_items(tree["items"], to)
             to.bind(tree["rng"], None)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as bad:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as bad:
             raise CorruptCheckpoint("(state)", f"not a state tree: {bad!r:.200}") from bad
         if strict:
             to.matching.raise_if_any(f"step {index.at.step} (attempt {index.at.attempt})")
@@ -161,7 +184,7 @@ class State:
                 params = dict(item.module.named_parameters(remove_duplicate=False))
                 canonical = canonical_names(params)
                 for raw, param in params.items():
-                    full = f"{escape(name)}/{canonical[raw]}"
+                    full = f"{escape(name)}/{escape(canonical[raw])}"
                     names.setdefault(id(param), full)
                     by_name[full] = param
         return Params(names, by_name)
@@ -197,7 +220,7 @@ def _classify(name: object, value: Any) -> Item:  # noqa: ANN401
         )
     if isinstance(value, np.ndarray) and not value.flags.writeable:
         raise StateError(name, "a read-only array cannot be restored in place: copy it")
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, _CONTAINERS) or is_open(type(value)):
         return ValueItem(value)
     if isinstance(value, DataLoader):
         raise StateError(
@@ -205,7 +228,7 @@ def _classify(name: object, value: Any) -> Item:  # noqa: ANN401
             "a plain DataLoader has no position to save: use torchdata's StatefulDataLoader, or "
             "any loader with state_dict() and load_state_dict()",
         )
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | tuple):
+    if value is None or isinstance(value, _VALUES) or dataclasses.is_dataclass(type(value)):
         raise StateError(
             name,
             f"a {type(value).__name__} cannot be restored in place: wrap it in a dict, for "

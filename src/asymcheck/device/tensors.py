@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from math import prod
 from typing import NoReturn
 
@@ -16,11 +17,13 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 NUMPY_PREFIX = "numpy:"
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
+@cache
 def dtype_of(name: str) -> torch.dtype | None:
     """The torch dtype of that name, ``None`` where this torch has none."""
     found = getattr(torch, name, None)
@@ -79,6 +82,7 @@ def _problem(tensor: torch.Tensor) -> str | None:
     return None
 
 
+@cache
 def _has_own_layout(kind: type[torch.Tensor]) -> bool:
     plain = torch.Tensor.__torch_dispatch__
     return getattr(kind, "__torch_dispatch__", plain) is not plain or hasattr(

@@ -32,6 +32,10 @@ _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 T = TypeVar("T")
 
 
+class _SweptError(OSError):
+    """A file in progress was removed by the sweep of another job."""
+
+
 class Files:
     """The system calls that writing needs, so that tests can cut the power between them."""
 
@@ -139,7 +143,7 @@ class LocalStore:
     @property
     def url(self) -> str:
         """See ``Store``."""
-        return "file://" + quote(str(self.root))
+        return "file://" + quote(str(self.root), errors="surrogateescape")
 
     def prepare(self) -> None:
         """See ``Store``."""
@@ -164,8 +168,16 @@ class LocalStore:
     def create(self, name: str, data: Buffer) -> bool:
         """See ``Store``."""
         path = self._path(name)
+
+        def publish() -> int:
+            # Another job that claims the root sweeps: then this file is written once more.
+            for _ in _RETRY_S:
+                with suppress(_SweptError):
+                    return self._publish(path, [data], self._link)
+            return self._publish(path, [data], self._link)
+
         try:
-            _guard("create", path, lambda: self._publish(path, [data], self._link))
+            _guard("create", path, publish)
         except FileExistsError:
             return False
         return True
@@ -192,7 +204,7 @@ class LocalStore:
         """See ``Store``."""
         top = self._path(prefix) if prefix else self.root
         try:
-            yield from self._walk(top)
+            yield from self._walk(top, f"{prefix}/" if prefix else "")
         except OSError as failure:
             raise _store_error("list", top, failure) from failure
 
@@ -236,7 +248,7 @@ class LocalStore:
     def _path(self, name: str) -> Path:
         return self.root / check_name(name)
 
-    def _walk(self, top: Path) -> Iterator[Entry]:
+    def _walk(self, top: Path, prefix: str) -> Iterator[Entry]:
         try:
             found = list(os.scandir(top))
         except (FileNotFoundError, NotADirectoryError):
@@ -247,11 +259,10 @@ class LocalStore:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                yield from self._walk(Path(entry.path))
+                yield from self._walk(Path(entry.path), f"{prefix}{entry.name}/")
             elif entry.is_file():
                 with suppress(FileNotFoundError):
-                    name = os.path.relpath(entry.path, self.root)
-                    yield Entry(name, entry.stat().st_size)
+                    yield Entry(prefix + entry.name, entry.stat().st_size)
 
     def _publish(
         self, path: Path, parts: Iterable[Buffer], give_name: Callable[[Path, Path], None]
@@ -269,7 +280,16 @@ class LocalStore:
             finally:
                 self._files.close(fd)
             self._ensure_folder(path.parent)
-            _in_folder(path.parent, self._make_folder, lambda: give_name(temp, path))
+
+            def give() -> None:
+                try:
+                    give_name(temp, path)
+                except FileNotFoundError as failure:
+                    if temp.exists():
+                        raise  # it is the folder that is missing
+                    raise _SweptError(errno.ENOENT, "its temporary file was swept") from failure
+
+            _in_folder(path.parent, self._make_folder, give)
         except BaseException:
             with suppress(OSError):
                 self._files.unlink(temp)
@@ -404,8 +424,7 @@ def _store_error(action: str, path: Path, failure: OSError) -> StoreError:
     if isinstance(failure, FileNotFoundError) and action == "open":
         return ObjectNotFound(f"{action} {path}: not found")
     hints = {
-        errno.ENOENT: "a directory or file was removed meanwhile: was the root moved, or a newer "
-        "job started on it?",
+        errno.ENOENT: "was the root moved, or a newer job started on it?",
         errno.ENOSPC: "the disk is full: free some space or lower keep_last; "
         "the next save works once there is room",
         errno.EDQUOT: "the quota is used up: free some space or lower keep_last",
@@ -424,10 +443,10 @@ def open_local(target: str, options: dict[str, str]) -> LocalStore:
     """Factory of the ``file`` scheme.
 
     Raises:
-        OptionError: The URL names a host or has options.
+        OptionError: It is no path, or there are options.
     """
     if options:
         raise OptionError(f"file://{target}: expected no options, found {sorted(options)}")
-    if not target:
-        raise OptionError("root: expected a directory, found an empty path")
+    if not target or "\0" in target:
+        raise OptionError(f"root: expected a directory, found {target!r}")
     return LocalStore(target)

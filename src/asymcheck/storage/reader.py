@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-from asymcheck.errors import CorruptCheckpoint
+from asymcheck.errors import CorruptCheckpoint, NoCheckpoint, ObjectNotFound
 from asymcheck.planning.layout import PAGE_BYTES, align_up
-from asymcheck.storage.index import Chunk, Index, Leaf, StoredObject, chunks_of
-from asymcheck.storage.manifest import Manifest
-from asymcheck.storage.names import index_name, manifest_name
+from asymcheck.planning.retention import CheckpointId
+from asymcheck.storage.index import Chunk, Index, Leaf, StoredObject, chunks_of, parse_index
+from asymcheck.storage.manifest import Manifest, parse_manifest
+from asymcheck.storage.names import index_name, manifest_name, step_folder
 from asymcheck.storage.sealed import digest
-from asymcheck.storage.store import Readable
+from asymcheck.storage.store import Readable, Store, read_all
 
 _SPOKEN_KEYS = 8
 
@@ -73,6 +75,48 @@ class OpenCheckpoint:
             lo, hi = max(chunk.at, leaf.at), min(chunk.stop, leaf.stop)
             data[lo - leaf.at : hi - leaf.at] = raw[lo - chunk.at : hi - chunk.at]
         return bytes(data)
+
+
+@contextmanager
+def open_checkpoint(store: Store, at: CheckpointId) -> Iterator[OpenCheckpoint]:
+    """Open every object of a checkpoint; retention cannot pull it away any more on a medium
+    whose open objects survive their deletion.
+
+    Raises:
+        NoCheckpoint: It does not exist (any more).
+        CorruptCheckpoint: Its manifest or an index is damaged, or an object is missing.
+        IncompatibleCheckpoint: It needs a newer release.
+        StoreError: The medium failed.
+    """
+    name = manifest_name(at)
+    try:
+        manifest = parse_manifest(read_all(store, name), name)
+        with ExitStack() as stack:
+            indexes = []
+            for stored, expected in manifest.indexes:
+                data = read_all(store, stored.name, stored.nbytes)
+                if digest(data) != expected:
+                    raise CorruptCheckpoint(
+                        stored.name, f"hash is {digest(data)}, the manifest says {expected}"
+                    )
+                indexes.append(parse_index(data, stored.name))
+            check_indexes(manifest, indexes)
+            packs = {}
+            for pack in manifest.packs:
+                opened = stack.enter_context(store.open(pack.name))
+                if opened.nbytes != pack.nbytes:
+                    raise CorruptCheckpoint(
+                        pack.name, f"{opened.nbytes} bytes, the manifest says {pack.nbytes}"
+                    )
+                packs[pack.name] = opened
+            read_all(store, name)  # still there: everything opened belongs to it
+            yield OpenCheckpoint(manifest, tuple(indexes), packs)
+    except ObjectNotFound as failure:
+        if any(e.name == name for e in store.list(step_folder(at.step))):
+            raise CorruptCheckpoint(name, f"what it names is missing: {failure}") from failure
+        raise NoCheckpoint(
+            f"step {at.step} (attempt {at.attempt}) in {store.url} is not there: {failure}"
+        ) from failure
 
 
 def keys_of(index: Index, chunk: Chunk) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 from asymcheck.errors import (
@@ -33,7 +33,7 @@ from asymcheck.planning.retention import (
     abandoned_by,
     lineage_of,
 )
-from asymcheck.storage.index import Index, dump_index, parse_index
+from asymcheck.storage.index import Index, dump_index
 from asymcheck.storage.manifest import (
     FORMAT_LINE,
     Attempt,
@@ -56,12 +56,13 @@ from asymcheck.storage.names import (
     parse_name,
     step_folder,
 )
-from asymcheck.storage.reader import OpenCheckpoint, check_indexes, keys_of
-from asymcheck.storage.sealed import Fields, digest, seal, unseal
+from asymcheck.storage.reader import OpenCheckpoint, keys_of, open_checkpoint
+from asymcheck.storage.sealed import Fields, seal, unseal
 from asymcheck.storage.store import Store, read_all, write_whole
 
 _log = logging.getLogger(__name__)
 
+_LOOKS = 100  # a bound; each look again means that a writer did something meanwhile
 _RECORD_BYTES = 1 << 16  # more than any attempt record, RUN.json or FORMAT needs
 
 
@@ -122,13 +123,28 @@ class Repository:
     # --- reading ------------------------------------------------------------
 
     def survey(self) -> Listing:
-        """List the store once and read every manifest.
+        """List the store and read every manifest.
+
+        A listing is no snapshot: beside a writer that commits and removes it may show nothing
+        at all. So it is made again when something on it was gone, or when it showed nothing
+        and an earlier one was different.
 
         Raises:
             StoreError: The medium failed. One manifest that cannot be read, and will not be
                 at another try either, is damage.
         """
-        sizes = {e.name: e.nbytes for e in self.store.list()}
+        before: dict[str, int] | None = None
+        for _ in range(_LOOKS):
+            sizes = {e.name: e.nbytes for e in self.store.list()}
+            listing, settled = self._read_manifests(sizes)
+            if settled and (listing.committed or sizes == before):
+                break
+            before = sizes
+        return listing
+
+    def _read_manifests(self, sizes: Mapping[str, int]) -> tuple[Listing, bool]:
+        """What the objects of those names and sizes are, and whether all were still there."""
+        settled = True
         committed: dict[CheckpointId, Manifest] = {}
         damaged: list[Damage] = []
         foreign: list[CheckpointId] = []
@@ -140,7 +156,8 @@ class Repository:
             try:
                 manifest = parse_manifest(read_all(self.store, name), name)
             except ObjectNotFound:
-                continue  # removed since it was listed
+                settled = False
+                continue
             except (CorruptCheckpoint, IncompatibleCheckpoint, StoreError) as failure:
                 if isinstance(failure, StoreError) and failure.retryable:
                     raise
@@ -153,6 +170,13 @@ class Repository:
                 foreign.append(manifest.at)
                 continue
             problem = _wrong_length(manifest, sizes)
+            if problem is not None:
+                # The listing may have raced with a commit or a removal: look at it alone.
+                now = {e.name: e.nbytes for e in self.store.list(step_folder(manifest.at.step))}
+                if name not in now:
+                    settled = False
+                    continue
+                problem = _wrong_length(manifest, now)
             if problem is None:
                 committed[manifest.at] = manifest
             else:
@@ -162,12 +186,13 @@ class Repository:
             for name in sizes
             if name not in named and (parsed := parse_name(name)) is not None
         ]
-        return Listing(
+        listing = Listing(
             {at: committed[at] for at in sorted(committed)},
             sorted(damaged, key=lambda d: d.at),
             sorted(foreign),
             sorted(leftovers),
         )
+        return listing, settled
 
     def parents(self, *, unreadable_too: bool = False) -> dict[int, CheckpointId | None]:
         """What each attempt continued from; a damaged record counts as nothing.
@@ -224,45 +249,9 @@ class Repository:
         parents = self.parents(unreadable_too=attempt is None)
         return lineage_of(attempt or max(committed).attempt, parents, committed)
 
-    @contextmanager
-    def open(self, at: CheckpointId) -> Iterator[OpenCheckpoint]:
-        """Open a checkpoint for reading; retention cannot pull it away on a medium whose
-        open objects survive their deletion.
-
-        Raises:
-            NoCheckpoint: It does not exist (any more).
-            CorruptCheckpoint: Its manifest or an index is damaged.
-        """
-        name = manifest_name(at)
-        try:
-            manifest = parse_manifest(read_all(self.store, name), name)
-            with ExitStack() as stack:
-                indexes = []
-                for stored, expected in manifest.indexes:
-                    data = read_all(self.store, stored.name)
-                    if digest(data) != expected:
-                        raise CorruptCheckpoint(
-                            stored.name, f"hash is {digest(data)}, the manifest says {expected}"
-                        )
-                    indexes.append(parse_index(data, stored.name))
-                check_indexes(manifest, indexes)
-                packs = {}
-                for pack in manifest.packs:
-                    opened = stack.enter_context(self.store.open(pack.name))
-                    if opened.nbytes != pack.nbytes:
-                        raise CorruptCheckpoint(
-                            pack.name,
-                            f"{opened.nbytes} bytes, the manifest says {pack.nbytes}",
-                        )
-                    packs[pack.name] = opened
-                read_all(self.store, name)  # still there: everything opened belongs to it
-                yield OpenCheckpoint(manifest, tuple(indexes), packs)
-        except ObjectNotFound as failure:
-            if any(e.name == name for e in self.store.list(step_folder(at.step))):
-                raise CorruptCheckpoint(name, f"what it names is missing: {failure}") from failure
-            raise NoCheckpoint(
-                f"step {at.step} (attempt {at.attempt}) in {self.store.url} is not there: {failure}"
-            ) from failure
+    def open(self, at: CheckpointId) -> AbstractContextManager[OpenCheckpoint]:
+        """Open a checkpoint for reading; see ``open_checkpoint``."""
+        return open_checkpoint(self.store, at)
 
     def verify(self, at: CheckpointId) -> Iterator[Damage]:
         """Read every byte of a checkpoint; yield each finding, nothing when it is whole."""
@@ -451,26 +440,22 @@ def open_repository(store: Store) -> Repository:
         CorruptCheckpoint: Its ``FORMAT`` or ``RUN.json`` is damaged.
         IncompatibleCheckpoint: It is of a version that is not known here.
     """
-    try:
-        line = read_all(store, FORMAT_NAME, _RECORD_BYTES)
-    except ObjectNotFound:
-        found = _names_at_top(store)
-        if found:
-            raise OptionError(
-                f"{store.url}: expected an empty place or an asymcheck repository, found "
-                f"{found}; choose another root, for instance a new sub-directory"
-            ) from None
-        raise NoCheckpoint(f"{store.url}: there is no checkpoint yet") from None
+    line, names = _read_at_top(store, FORMAT_NAME)
+    if line is None and names:
+        raise OptionError(
+            f"{store.url}: expected an empty place or an asymcheck repository, found {names}; "
+            f"choose another root, for instance a new sub-directory"
+        )
+    if line is None:
+        raise NoCheckpoint(f"{store.url}: there is no checkpoint yet")
     check_format_line(line, f"{store.url}/{FORMAT_NAME}")
-    try:
-        raw = unseal(read_all(store, RUN_NAME, _RECORD_BYTES), f"{store.url}/{RUN_NAME}")
-    except ObjectNotFound:
-        if _names_at_top(store) == [FORMAT_NAME]:
-            raise NoCheckpoint(f"{store.url}: there is no checkpoint yet") from None
-        raise CorruptCheckpoint(
-            f"{store.url}/{RUN_NAME}", "missing, so its checkpoints belong to no run"
-        ) from None
-    return Repository(store, Fields(raw, RUN_NAME, ("run",)).text("run"))
+    where = f"{store.url}/{RUN_NAME}"
+    record, names = _read_at_top(store, RUN_NAME)
+    if record is None and names == [FORMAT_NAME]:
+        raise NoCheckpoint(f"{store.url}: there is no checkpoint yet")
+    if record is None:
+        raise CorruptCheckpoint(where, "missing, so its checkpoints belong to no run")
+    return Repository(store, Fields(unseal(record, where), where, ("run",)).text("run"))
 
 
 def create_repository(store: Store) -> Repository:
@@ -490,11 +475,17 @@ def create_repository(store: Store) -> Repository:
         return open_repository(store)
 
 
-def _names_at_top(store: Store) -> list[str]:
-    """A few names at the top of the store, sorted; the place may hold millions."""
-    found: set[str] = set()
-    for entry in store.list():
-        found.add(entry.name.partition("/")[0])
-        if len(found) == 5:
+def _read_at_top(store: Store, name: str) -> tuple[bytes | None, list[str]]:
+    """An object at the top, or ``None`` and a few names that are there instead, sorted."""
+    names: set[str] = set()
+    for last in (False, True):
+        with suppress(ObjectNotFound):
+            return read_all(store, name, _RECORD_BYTES), []
+        if last:
             break
-    return sorted(found)
+        for entry in store.list():  # the place may hold millions
+            names.add(entry.name.partition("/")[0])
+            if len(names) == 5:
+                break
+        # Another process may just be making it: look again, now that the rest was listed.
+    return None, sorted(names)

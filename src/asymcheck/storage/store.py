@@ -23,6 +23,7 @@ from asymcheck.errors import CorruptCheckpoint, OptionError, StoreError, nearest
 
 Buffer = bytes | bytearray | memoryview
 
+_NOT_UNICODE = "surrogateescape"  # as Python spells file names that are none
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 
 
@@ -206,7 +207,7 @@ def open_store(url: str) -> Store:
     """
     scheme, is_url, rest = url.partition("://")
     if not is_url:
-        scheme, rest = "file", quote(url)
+        scheme, rest = "file", quote(url, errors=_NOT_UNICODE)
     outer, _, inner = scheme.partition("+")
     known = {e.name: e for e in entry_points(group="asymcheck.stores")}
     if outer not in known:
@@ -217,4 +218,4 @@ def open_store(url: str) -> Store:
     factory: StoreFactory = known[outer].load()
     where, _, query = rest.partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
-    return factory(f"{inner}://{where}" if inner else unquote(where), options)
+    return factory(f"{inner}://{where}" if inner else unquote(where, errors=_NOT_UNICODE), options)

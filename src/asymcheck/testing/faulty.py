@@ -200,5 +200,8 @@ def open_faulty(target: str, options: dict[str, str]) -> FaultyStore:
     for name, text in options.items():
         if name not in kinds:
             raise OptionError(f"faulty store: unknown option {name!r}{nearest(name, kinds)}")
-        values[name] = int(text) if kinds[name] == "int" else text
+        try:
+            values[name] = int(text) if kinds[name] == "int" else text
+        except ValueError:
+            raise OptionError(f"{name}: expected an integer, found {text!r}") from None
     return FaultyStore(open_store(target), Fault(**values))  # type: ignore[arg-type]
