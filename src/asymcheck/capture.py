@@ -16,33 +16,33 @@ CANARIES_PER_LEAF = 16
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """Elements of one leaf that are compared.
+    """Spots of one leaf that are compared.
 
     Attributes:
         leaf: Position in the leaves.
-        first: Offset of the first element in the image.
-        stride: Distance of the elements, in bytes.
+        first: Offset of the first spot in the image.
+        stride: Distance of the spots, in bytes.
         count: How many.
-        itemsize: Bytes of each.
+        width: Bytes of each.
     """
 
     leaf: int
     first: int
     stride: int
     count: int
-    itemsize: int
+    width: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of the values."""
-        return self.count * self.itemsize
+        return self.count * self.width
 
 
 def place_canary(leaf: int, at: int, nbytes: int, itemsize: int, turn: int) -> Canary:
     """Spread the canary of a leaf over it; another ``turn`` moves it on.
 
-    The last element is always one of them: a leaf is copied from its beginning to its end, so
-    what changes all of it while it is copied shows there.
+    Both ends are always part of it: a leaf is copied from its beginning to its end, so what
+    changes all of it while it is copied shows at one of them.
 
     Args:
         leaf: Position in the leaves.
@@ -51,16 +51,12 @@ def place_canary(leaf: int, at: int, nbytes: int, itemsize: int, turn: int) -> C
         itemsize: Bytes of an element.
         turn: Counts the captures.
     """
-    elements = nbytes // itemsize
-    count = min(CANARIES_PER_LEAF, elements)
-    widest = max(1, (elements - 1) // max(1, count - 1))
-    # The first one moves over a whole stride, the others over less.
-    stride = widest - turn * _ODD % max(1, widest // count)
-    first = elements - 1 - (count - 1) * stride
-    return Canary(leaf, at + first * itemsize, stride * itemsize, count, itemsize)
-
-
-_ODD = 2654435761  # scatters neighbouring turns
+    count = min(CANARIES_PER_LEAF - turn % (CANARIES_PER_LEAF // 2), nbytes // itemsize)
+    if count == 1:
+        return Canary(leaf, at, nbytes, 1, nbytes)
+    # A little more than an element each, so that the last one ends where the leaf ends.
+    stride, more = divmod(nbytes - itemsize, count - 1)
+    return Canary(leaf, at, stride, count, itemsize + more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +108,7 @@ def dump_capture(capture: Capture) -> bytes:
             "versions": dict(capture.versions),
             "created_s": capture.created_s,
             "boundary_s": capture.boundary_s,
-            "canaries": [
-                [c.leaf, c.first, c.stride, c.count, c.itemsize] for c in capture.canaries
-            ],
+            "canaries": [[c.leaf, c.first, c.stride, c.count, c.width] for c in capture.canaries],
         }
     )
 
@@ -148,8 +142,8 @@ def find_torn_leaf(capture: Capture, image: memoryview, canaries: memoryview) ->
     for canary in capture.canaries:
         for i in range(canary.count):
             spot = canary.first + i * canary.stride
-            value = image[spot : spot + canary.itemsize]
-            if value != canaries[at : at + canary.itemsize]:
+            value = image[spot : spot + canary.width]
+            if value != canaries[at : at + canary.width]:
                 return capture.leaves[canary.leaf].key
-            at += canary.itemsize
+            at += canary.width
     return None

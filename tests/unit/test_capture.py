@@ -58,28 +58,26 @@ SIDE = 160  # of a square of floats: over 64 KiB, so it is copied lazily
 
 
 @given(st.integers(1, 1 << 40), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 1 << 40))
-def test_canaries_lie_in_their_leaf_and_the_last_element_is_one(
+def test_canaries_lie_in_their_leaf_and_reach_both_of_its_ends(
     elements: int, itemsize: int, turn: int
 ) -> None:
     at = 4096
     canary = place_canary(3, at, elements * itemsize, itemsize, turn)
     last = canary.first + (canary.count - 1) * canary.stride
     assert canary.leaf == 3
-    assert canary.count == min(CANARIES_PER_LEAF, elements)
-    assert canary.first >= at
-    assert (canary.first - at) % itemsize == 0
-    assert canary.stride >= itemsize
-    assert canary.stride % itemsize == 0
-    assert last == at + (elements - 1) * itemsize
+    assert 1 <= canary.count <= min(CANARIES_PER_LEAF, elements)
+    assert canary.width >= itemsize
+    assert canary.first == at
+    assert last + canary.width == at + elements * itemsize
+    assert canary.count >= min(CANARIES_PER_LEAF // 2, elements)
 
 
-def test_canaries_move_on_and_reach_all_over_a_leaf() -> None:
+def test_canaries_move_on() -> None:
     spots: set[int] = set()
-    for turn in range(200):
+    for turn in range(CANARIES_PER_LEAF):
         canary = place_canary(0, 0, 64_000, 4, turn)
         spots |= {canary.first + i * canary.stride for i in range(canary.count)}
-    assert len(spots) > 500
-    assert min(spots) < 100
+    assert len(spots) > 4 * CANARIES_PER_LEAF
 
 
 def _capture(canaries: tuple[Canary, ...] = ()) -> Capture:
@@ -115,14 +113,14 @@ def test_a_description_that_was_cut_short_is_refused(cut: int) -> None:
         parse_capture(dump_capture(_capture())[:cut], "slot 7")
 
 
-@given(st.integers(0, 7), st.integers(0, 4))
+@given(st.sampled_from([0, 7]), st.integers(0, 20))
 def test_one_changed_canary_byte_names_its_leaf(byte: int, turn: int) -> None:
     first = place_canary(0, 0, 24, 4, turn)
     second = place_canary(1, 24, 8, 1, turn)
     image = bytearray(random.Random(0).randbytes(32))
     capture = _capture((first, second))
     values = b"".join(
-        bytes(image[c.first + i * c.stride :][: c.itemsize])
+        bytes(image[c.first + i * c.stride :][: c.width])
         for c in (first, second)
         for i in range(c.count)
     )

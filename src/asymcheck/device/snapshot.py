@@ -153,18 +153,13 @@ def copy_canaries(placed: Placed, into: memoryview) -> list[tuple[torch.Tensor, 
     values = np.frombuffer(into, np.uint8)
     at, rest = 0, []
     for canary in placed.canaries:
-        source, extent = placed.sources[canary.leaf], placed.extents[canary.leaf]
-        size = canary.itemsize
-        first = (canary.first - extent.start) // size
-        picks = slice(
-            first, first + (canary.count - 1) * (canary.stride // size) + 1, canary.stride // size
-        )
-        flat = _flat(source)
+        flat = _flat(placed.sources[canary.leaf])
+        spots, steps = (canary.count, canary.width), (canary.stride, 1)
         if flat.device.type == "cpu":
-            picked = flat.numpy().reshape(-1, size)[picks]
-            values[at : at + canary.nbytes].reshape(-1, size)[:] = picked
+            picked = np.ndarray(spots, np.uint8, flat.numpy(), 0, steps)
+            values[at : at + canary.nbytes].reshape(spots)[:] = picked
         else:
-            rest.append((flat.view(-1, size)[picks].reshape(-1).clone(), at))
+            rest.append((flat.as_strided(spots, steps).reshape(-1).clone(), at))
         at += canary.nbytes
     return rest
 
