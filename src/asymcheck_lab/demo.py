@@ -1,8 +1,9 @@
 """Trainings that are compared bit for bit: one of them is killed in the middle of a save.
 
-Four processes run one after the other, so that the kill is a real one: without checkpoints;
-with checkpoints; with checkpoints and SIGKILL after half of the bytes of one pack were
-written; and that one started again.
+Four trainings run one after the other, each in a process of its own, so that the kill is a
+real one: without checkpoints; with checkpoints; with checkpoints and killed; and that one
+started again. The third loses its persister after half of the bytes of one pack were written,
+starts another, and is then killed together with that one at the same place.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from urllib.parse import urlencode
 
+from asymcheck.handover import left_over
 from asymcheck.storage.local import TEMP_FOLDER
-from asymcheck.storage.names import step_folder
 from asymcheck.storage.repository import open_repository
 from asymcheck.storage.store import open_store
 from asymcheck_lab import rundir
 from asymcheck_lab.errors import LabError, RunError, UsageError
+from asymcheck_lab.killer import Killer, stopping_url
 from asymcheck_lab.proof import different_entries, different_losses
 from asymcheck_lab.record import Result, StepRecord, median, read_log, read_result
 
@@ -109,10 +110,13 @@ class Evidence:
         whole: The uninterrupted one with checkpoints.
         killed: Steps of the process that was killed.
         exit_code: Its exit code, negative for a signal.
+        persisters: Numbers of its persister processes that were killed.
         half_written: Bytes that the killed save left without a name.
+        slots: Slots that it left in shared memory.
         listed: Steps of the checkpoints that there were after the kill.
         resumed: The process that went on, from its restart to the end.
         left_over: Bytes without a name at the end.
+        left_slots: Slots in shared memory at the end.
     """
 
     options: DemoOptions
@@ -120,10 +124,13 @@ class Evidence:
     whole: Trace
     killed: Sequence[StepRecord]
     exit_code: int
+    persisters: Sequence[int]
     half_written: int
+    slots: int
     listed: Sequence[int]
     resumed: Trace
     left_over: int
+    left_slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,18 +155,20 @@ def gather(options: DemoOptions, progress: Progress) -> Evidence:
     rundir.renew(options.folder, [WITHOUT, WHOLE, CUT])
     without = _complete(options, progress, WITHOUT, "without checkpoints", ["--no-checkpoints"])
     whole = _complete(options, progress, WHOLE, "with checkpoints", [])
-    root = checkpoints_of(options.folder, CUT)
+    root, killer = checkpoints_of(options.folder, CUT), Killer()
     exit_code = _child(
         options,
         progress,
         CUT,
         f"killed in the save of step {options.kill_at}",
-        ["--root", _killing_url(root, options.kill_at)],
+        ["--root", stopping_url(root, options.kill_at)],
         output="output-killed.txt",
+        each_poll=killer.look,
     )
     killed = _records(options.folder / CUT / rundir.LOG)
-    listed = [at.step for at in open_repository(open_store(str(root))).lineage()]
-    half_written = _unnamed_bytes(root)
+    repository = open_repository(open_store(str(root)))
+    listed = [at.step for at in repository.lineage()]
+    half_written, slots = _unnamed_bytes(root), len(left_over(repository.run))
     resumed = _complete(
         options, progress, CUT, "started again", [], already=len(killed), output="output.txt"
     )
@@ -169,6 +178,9 @@ def gather(options: DemoOptions, progress: Progress) -> Evidence:
         whole=whole,
         killed=killed,
         exit_code=exit_code,
+        persisters=tuple(killer.persisters),
+        slots=slots,
+        left_slots=len(left_over(repository.run)),
         half_written=half_written,
         listed=listed,
         resumed=resumed,
@@ -181,24 +193,27 @@ def judge(evidence: Evidence) -> list[Check]:
     options, whole, resumed = evidence.options, evidence.whole, evidence.resumed
     start = resumed.result.resumed_from
     newest = max(evidence.listed, default=0)
-    full = max((c.stored_bytes for c in whole.result.checkpoints), default=0)
     later = range(start + 1, options.steps + 1)
     every_step = range(1, options.steps + 1)
     before = range(1, max((r.step for r in evidence.killed), default=0) + 1)
     pieces = len(whole.result.fingerprint)
     return [
         Check(
-            f"the process died by SIGKILL in the middle of the save of step {options.kill_at}: "
-            f"{evidence.half_written} of {full} bytes were written",
+            f"a persister was killed in the middle of the save of step {options.kill_at} and "
+            f"replaced; then trainer and persister were killed there, which left "
+            f"{evidence.half_written} bytes half-written",
             _unless(
                 evidence.exit_code == -signal.SIGKILL,
                 f"expected an end by signal {signal.SIGKILL:d}, found exit code "
                 f"{evidence.exit_code}",
             )
             + _unless(
-                0 < evidence.half_written < full,
-                f"expected more than 0 and fewer than {full} bytes of an unfinished pack, found "
-                f"{evidence.half_written}",
+                len(set(evidence.persisters)) == 2,  # the first and its replacement
+                f"expected two killed persisters, found {list(evidence.persisters)}",
+            )
+            + _unless(
+                evidence.half_written > 0,
+                f"expected bytes of an unfinished pack, found {evidence.half_written}",
             ),
         ),
         Check(
@@ -210,11 +225,16 @@ def judge(evidence: Evidence) -> list[Check]:
             ),
         ),
         Check(
-            f"it went on from step {newest}, the newest checkpoint, and cleaned up",
-            _unless(start == newest, f"expected step {newest}, found step {start}")
+            f"it went on from step {options.kill_at}: the killed save was whole in shared memory "
+            f"and the restart finished it, and cleaned up",
+            _unless(
+                start == options.kill_at, f"expected step {options.kill_at}, found step {start}"
+            )
+            + _unless(evidence.slots > 0, "expected a slot in shared memory, found none")
             + _unless(
-                evidence.left_over == 0,
-                f"expected nothing half-written to be left, found {evidence.left_over} bytes",
+                evidence.left_over == 0 and evidence.left_slots == 0,
+                f"expected nothing to be left, found {evidence.left_over} bytes and "
+                f"{evidence.left_slots} slots",
             ),
         ),
         Check(
@@ -354,11 +374,6 @@ def _unless(holds: bool, problem: str) -> tuple[str, ...]:
     return () if holds else (problem,)
 
 
-def _killing_url(root: Path, step: int) -> str:
-    fault = {"op": "write", "name": f"{step_folder(step)}/*.pack", "when": "mid", "do": "kill"}
-    return f"faulty+{open_store(str(root)).url}?{urlencode(fault)}"
-
-
 def _unnamed_bytes(root: Path) -> int:
     temp = root / TEMP_FOLDER
     return sum(p.stat().st_size for p in temp.iterdir()) if temp.is_dir() else 0
@@ -399,6 +414,7 @@ def _child(
     *,
     already: int = 0,
     output: str,
+    each_poll: Callable[[int], None] = lambda pid: None,
 ) -> int:
     """Run one training in a process of its own; returns its exit code."""
     folder = options.folder / run
@@ -421,7 +437,7 @@ def _child(
             [*command, *arguments], stdin=subprocess.DEVNULL, stdout=sink, stderr=sink
         )
         try:
-            code = _watch(process, folder / rundir.LOG, already, progress.stepped)
+            code = _watch(process, folder / rundir.LOG, already, progress.stepped, each_poll)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -435,10 +451,12 @@ def _watch(
     log: Path,
     already: int,
     stepped: Callable[[StepRecord], None],
+    each_poll: Callable[[int], None],
 ) -> int:
     until_s = time.monotonic() + _CHILD_LIMIT_S
     seen = already
     while True:
+        each_poll(process.pid)
         code = process.poll()
         records = _records(log)
         for record in records[seen:]:

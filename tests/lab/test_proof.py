@@ -83,10 +83,13 @@ def evidence() -> Evidence:
         whole=trace(losses(1, 10)),
         killed=losses(1, 7),
         exit_code=-9,
+        persisters=[11, 12],
         half_written=500,
+        slots=1,
         listed=[2, 4],
-        resumed=trace(losses(5, 10, start=4), resumed_from=4),
+        resumed=trace(losses(7, 10, start=6), resumed_from=6),
         left_over=0,
+        left_slots=0,
     )
 
 
@@ -104,7 +107,7 @@ def test_good_evidence_passes_every_check():
     checks = judge(evidence())
     assert len(checks) == 6
     assert [c.problems for c in checks] == [()] * 6
-    assert "500 of 1000 bytes" in checks[0].claim
+    assert "500 bytes half-written" in checks[0].claim
 
 
 @pytest.mark.parametrize(
@@ -113,13 +116,15 @@ def test_good_evidence_passes_every_check():
         (lambda e: replace(e, exit_code=0), [0], "found exit code 0"),
         (lambda e: replace(e, exit_code=-15), [0], "found exit code -15"),
         (lambda e: replace(e, half_written=0), [0], "found 0"),
-        (lambda e: replace(e, half_written=1000), [0], "found 1000"),
-        (lambda e: replace(e, listed=[2, 4, 6]), [1, 2], "found [2, 4, 6]"),
-        (lambda e: replace(e, listed=[]), [1, 2], "found []"),
-        (lambda e: replace(e, resumed=trace(losses(3, 10, 2), 2)), [2], "found step 2"),
+        (lambda e: replace(e, persisters=[11]), [0], "found [11]"),
+        (lambda e: replace(e, listed=[2, 4, 6]), [1], "found [2, 4, 6]"),
+        (lambda e: replace(e, listed=[]), [1], "found []"),
+        (lambda e: replace(e, resumed=trace(losses(5, 10, 4), 4)), [2], "found step 4"),
+        (lambda e: replace(e, slots=0), [2], "found none"),
         (lambda e: replace(e, left_over=7), [2], "found 7 bytes"),
+        (lambda e: replace(e, left_slots=1), [2], "and 1 slots"),
         (lambda e: replace(e, resumed=other_loss(e.resumed, 9)), [3], "loss of step 9"),
-        (lambda e: replace(e, resumed=trace(losses(5, 9), 4)), [3], "loss of step 10: missing"),
+        (lambda e: replace(e, resumed=trace(losses(7, 9), 6)), [3], "loss of step 10: missing"),
         (lambda e: replace(e, killed=with_loss(losses(1, 7), 6, 0.5)), [3], "loss of step 6"),
         (lambda e: replace(e, resumed=other_print(e.resumed)), [4], "rng/torch"),
         (lambda e: replace(e, without=other_loss(e.without, 1)), [5], "loss of step 1"),
@@ -158,7 +163,7 @@ def test_the_report_says_whether_all_was_equal(tmp_path: Path):
         write_report(tmp_path, found, judge(found))
         report = json.loads((tmp_path / "report.json").read_text())
         assert report["equal"] is equal
-        assert report["resumed_from"] == 4
+        assert report["resumed_from"] == 6
     assert report["cost"]["stored_bytes"] == 1000
 
 

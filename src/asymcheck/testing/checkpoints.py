@@ -42,7 +42,7 @@ def commit_bytes(
         leaves.append(Leaf(key, dtype, (len(data),), extent.start, len(data)))
 
     def encode(chunk: Extent) -> Encoded:
-        return Encoded(chunk, memoryview(image)[chunk.start : chunk.stop], "raw")
+        return Encoded(memoryview(image)[chunk.start : chunk.stop], "raw")
 
     chunks, packs = flush(repository.store, at, 0, layout.chunks, encode, pack_bytes=pack_bytes)
     return repository.commit(
