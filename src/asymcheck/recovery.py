@@ -116,13 +116,16 @@ def restore(
                 skipped.append((at.step, str(failure)))
                 continue
             except Exception as failure:
-                if not loading.touched:
+                if not (torn or loading.touched):
                     raise
-                raise TornRestore(
-                    f"step {at.step} (attempt {at.attempt})",
-                    f"putting it back raised {failure!r}; the live state was overwritten in "
-                    f"part: build it anew before training",
-                ) from failure
+                raise _torn_by(at, f"putting it back raised {failure!r}") from failure
+        if torn and (report.missing_keys or report.mismatched):
+            left = [*report.missing_keys, *(key for key, _, _ in report.mismatched)]
+            raise _torn_by(
+                at,
+                f"a newer, damaged one had been read into {left[0]!r}, which this "
+                f"one does not hold",
+            )
         for passed, why in skipped:
             _warn(f"checkpoint of step {passed} is damaged and was passed over: {why}")
         if report.rng_problems:
@@ -147,6 +150,13 @@ def restore(
             f"{message}\nThe live state was overwritten in part: build it anew before training.",
         )
     raise CorruptCheckpoint(repository.store.url, message)
+
+
+def _torn_by(at: CheckpointId, what: str) -> TornRestore:
+    return TornRestore(
+        f"step {at.step} (attempt {at.attempt})",
+        f"{what}; the live state was overwritten in part: build it anew before training",
+    )
 
 
 def _warn(message: str) -> None:

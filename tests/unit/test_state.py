@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from asymcheck import Checkpointer, CheckpointError, IncompatibleCheckpoint, StateError
 from asymcheck.device.state import State
 from asymcheck.errors import CaptureError, CorruptCheckpoint
-from asymcheck.recovery import CheckpointWarning
+from asymcheck.recovery import CheckpointWarning, TornRestore
 from asymcheck.storage.memory import MemoryStore
 from asymcheck.storage.repository import open_repository
 
@@ -221,6 +221,23 @@ def test_what_of_the_random_numbers_cannot_be_set_is_warned_of_and_reported(
     with pytest.warns(CheckpointWarning, match=r"no numpy state was saved; CUDA states of 99 devi"):
         report = _restore(store, {"x": {}})
     assert len(report.rng_problems) == 2
+
+
+def test_a_random_state_that_this_process_cannot_take_is_reported_and_the_rest_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from asymcheck.device import rng
+
+    whole = rng.get_states()
+    with monkeypatch.context() as patch:
+        odd = {**whole, "numpy": np.random.default_rng(1).bit_generator.state}
+        patch.setattr(rng, "get_states", lambda: odd)
+        store = _save({"x": {}})
+    torch.manual_seed(0)
+    with pytest.warns(CheckpointWarning, match="the numpy state was refused"):
+        report = _restore(store, {"x": {}})
+    assert len(report.rng_problems) == 1
+    assert torch.equal(torch.get_rng_state(), whole["torch"])
 
 
 # --- containers -------------------------------------------------------------
@@ -593,6 +610,45 @@ def test_an_error_while_an_object_loads_is_told_to_have_left_half_a_state() -> N
         assert isinstance(caught.value.__cause__, KeyError)
         with pytest.raises(CaptureError, match="build it anew"):
             ckpt.save(2)
+
+
+def _damaged(first: dict[str, Any], second: dict[str, Any]) -> MemoryStore:
+    """Two checkpoints; the last byte of the newer one's pack is wrong."""
+    store = MemoryStore("damaged")
+    with Checkpointer(store, state=first) as ckpt:
+        ckpt.save(1)
+    with Checkpointer(store, state=second) as ckpt:
+        ckpt.restore(strict=False)
+        for name, value in second.items():
+            value["t"].fill_(len(name))
+        ckpt.save(2)
+    name = max(e.name for e in store.list() if e.name.endswith(".pack"))
+    pack = bytearray(store._objects[name])
+    pack[-1] ^= 1
+    store._objects[name] = bytes(pack)
+    return store
+
+
+def _large(*names: str) -> dict[str, Any]:
+    return {name: {"t": torch.zeros(5_000_000)} for name in names}
+
+
+def test_an_older_checkpoint_that_does_not_match_is_no_excuse_for_half_a_newer_one() -> None:
+    store = _damaged(_large("a"), _large("a", "bb"))
+    with Checkpointer(store, state=_large("a", "bb")) as ckpt:
+        with pytest.raises(TornRestore, match="does not match the live state"):
+            ckpt.restore()
+        with pytest.raises(CaptureError, match="build it anew"):
+            ckpt.save(3)
+
+
+def test_what_an_older_checkpoint_lacks_must_not_be_left_half_overwritten() -> None:
+    store = _damaged(_large("a"), _large("a", "bb"))
+    with pytest.raises(TornRestore, match="read into 'bb', which this one does not hold"):
+        _restore(store, _large("a", "bb"), strict=False)
+    live = _large("a")  # needs none of the damaged bytes
+    assert _restore(store, live, strict=False).step == 2
+    assert live["a"]["t"].eq(1).all()
 
 
 # --- a tree that someone wrote by hand --------------------------------------

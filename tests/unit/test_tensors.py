@@ -48,7 +48,8 @@ def _bits(tensor: torch.Tensor) -> bytes:
     """The values in row-major order, read out of the storage element by element."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    raw = bytes(tensor.detach().untyped_storage())
+    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage())
+    raw = storage.numpy().tobytes()
     size, out = tensor.itemsize, []
     for place in itertools.product(*(range(n) for n in tensor.shape)):
         at = tensor.storage_offset() + sum(
@@ -190,6 +191,28 @@ def test_a_large_tensor_that_lies_across_chunks_comes_back_into_another_layout()
     _restore(store, live)
     assert torch.equal(live["x"], tensor)
     assert torch.equal(live["turned"], tensor.t())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 16, 100])
+def test_elements_of_sixteen_bytes_need_no_memory_aligned_to_sixteen(count: int) -> None:
+    numbers = _elements(torch.complex128, count)
+    kinds = {
+        "plain": numbers,
+        "conjugate": numbers.conj(),
+        "apart": numbers.repeat(2).view(-1, 2).t(),
+    }
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in kinds.items():
+        state |= {f"eight bytes before {name}": torch.ones(1).double(), name: tensor}
+    live = {name: torch.zeros_like(t) for name, t in state.items()}
+    live["plain"] = torch.zeros(count, dtype=torch.complex128).conj()
+    store = _saved(state)
+    _restore(store, live)
+    assert {n: _bits(t) for n, t in live.items()} == {n: _bits(t) for n, t in state.items()}
+    narrow = {name: torch.zeros_like(live[name], dtype=torch.complex64) for name in kinds}
+    _restore(_saved(kinds), narrow, dtype_policy="cast")
+    for name, tensor in kinds.items():
+        assert _bits(narrow[name]) == _bits(tensor.to(torch.complex64))
 
 
 def test_a_parameter_that_needs_gradients_stays_the_same_leaf() -> None:

@@ -53,7 +53,7 @@ class Restoring:
     cast: bool
     taken: set[int] = field(default_factory=set)
 
-    def bind(self, tree: Json, live: object, bind: Bind | None = None) -> None:
+    def bind(self, tree: Json, live: object, bind: Bind | None = None) -> Any:  # noqa: ANN401
         """Give every leaf of a tree a place and check that the tree can be decoded.
 
         Args:
@@ -61,12 +61,15 @@ class Restoring:
             live: The value that is there now, if any.
             bind: How a leaf gets its place; ``Places.bind`` if it is not said.
 
+        Returns:
+            The decoded value; its arrays are not filled yet.
+
         Raises:
             CorruptCheckpoint: The tree breaks its grammar.
             IncompatibleCheckpoint: It names a class or dtype that is not there.
         """
         bind_leaves(tree, live, bind or self.places.bind)
-        Decoder(self.places.array, filled=False).decode(tree)
+        return Decoder(self.places.array, filled=False).decode(tree)
 
     def tensor(self, key: str, live: torch.Tensor) -> None:
         """Send the leaf ``key`` to ``live``, or note how they differ."""

@@ -31,7 +31,10 @@ def set_states(states: dict[str, Any]) -> list[str]:
     problems = [f"no {name} state was saved" for name in _SETTERS if name not in states]
     for name, set_state in _SETTERS.items():
         if name in states:
-            set_state(states[name])
+            try:
+                set_state(states[name])
+            except (ValueError, TypeError, RuntimeError, LookupError) as failure:
+                problems.append(f"the {name} state was refused: {failure}")
     saved = states.get("cuda", [])
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for device, state in enumerate(saved[:here]):

@@ -149,7 +149,8 @@ class State:
         try:
             tree = json.loads(text)
             finishes = self._plan_items(tree["items"], to)
-            to.bind(tree["rng"], None)
+            if not isinstance(to.bind(tree["rng"], None), dict):
+                raise TypeError("its random number generators are no dict")
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as bad:
             raise CorruptCheckpoint("(state)", f"not a state tree: {bad!r:.200}") from bad
         if strict:

@@ -114,17 +114,14 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether memory holds the values themselves, with no lazy conjugation or negation."""
-    return not (tensor.is_conj() or tensor.is_neg())
-
-
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same view of the same memory as integers of the same size: not every dtype has
-    kernels, and no NaN may change on its way.
+    """The same view of the same memory as integers: not every dtype has kernels, and no NaN
+    may change on its way. Elements of 16 bytes become two, along a dimension of their own:
+    their kernels need memory that is aligned to 16 bytes.
     """
-    bits = _BITS.get(tensor.itemsize)
-    return tensor if bits is None else tensor.view(bits)
+    if tensor.itemsize == 16:
+        return torch.view_as_real(tensor).view(torch.int64)
+    return tensor.view(_BITS[tensor.itemsize])
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -136,20 +133,20 @@ def copy_out(tensor: torch.Tensor, order: tuple[int, ...], into: Bytes) -> None:
     Args:
         tensor: On any device; left as it is.
         order: As ``dense_order`` says, ``()`` where that is ``None``.
-        into: Exactly ``tensor.nbytes`` long.
+        into: Exactly ``tensor.nbytes`` long, aligned to 8 bytes.
     """
     if tensor.numel() == 0:
         return
     source = tensor.detach()
     if order:
         source = source.permute(order)
+    source = source.resolve_conj().resolve_neg()
     target = torch.from_numpy(into)
-    if not is_plain_memory(source):
-        target.view(source.dtype).view(source.shape).copy_(source)
-    elif source.is_contiguous():
+    if source.is_contiguous():
         target.copy_(as_bytes(source))
     else:
-        as_bits(target.view(source.dtype).view(source.shape)).copy_(as_bits(source))
+        bits = as_bits(source)
+        target.view(bits.dtype).view(bits.shape).copy_(bits)
 
 
 class Target:
@@ -214,13 +211,14 @@ class Target:
         """
         if raw.size == 0:
             return
-        values = torch.from_numpy(raw).view(self._dtype)
+        first, bits = start // self.itemsize, torch.from_numpy(raw)
         if self._changes_values:
-            values = values.to(self._to)
+            values = bits.clone().view(self._dtype).to(self._to)  # clone: for its alignment
             values = values.conj().resolve_conj() if self._conjugate else values
-            values = -values if self._negate else values
+            bits = as_bytes(-values if self._negate else values)
         with torch.inference_mode(self._inference):
-            self._put(start // self.itemsize, as_bits(values))
+            size = self._bits.itemsize
+            self._put(first * self._to.itemsize // size, bits.view(self._bits.dtype))
 
     def _put(self, first: int, values: torch.Tensor) -> None:
         if self._flat is not None:

@@ -56,7 +56,7 @@ class FaultyStore:
 
     Args:
         inner: The real store.
-        fault: What goes wrong; replace ``fault`` to change it.
+        fault: What goes wrong.
 
     Attributes:
         operations: ``(operation, name)`` of every call so far, so that a test can fail each.
@@ -64,10 +64,21 @@ class FaultyStore:
 
     def __init__(self, inner: Store, fault: Fault | None = None) -> None:
         self.inner = inner
-        self.fault = fault or Fault(do="none")
         self.operations: list[tuple[str, str]] = []
+        self._fault = fault or Fault(do="none")
         self._matched = 0
         self._lock = threading.Lock()
+
+    @property
+    def fault(self) -> Fault:
+        """What goes wrong. A new one counts operations from where it is set."""
+        return self._fault
+
+    @fault.setter
+    def fault(self, fault: Fault) -> None:
+        with self._lock:
+            self._fault = fault
+            self._matched = 0
 
     @property
     def url(self) -> str:
@@ -123,8 +134,8 @@ class FaultyStore:
         return self._run(self._strikes(op, name), name, work)
 
     def _strikes(self, op: str, name: str) -> bool:
-        fault = self.fault
         with self._lock:
+            fault = self._fault
             self.operations.append((op, name))
             if fault.do == "none" or not (
                 fnmatch.fnmatchcase(op, fault.op) and fnmatch.fnmatchcase(name, fault.name)
