@@ -30,7 +30,6 @@ from asymcheck.storage.store import open_store
 
 _CONTAINER_SHM_BYTES = 64 * MiB
 _LITTLE_MEMORY_BYTES = 512 * MiB
-_PACK_BYTES = 1024 * MiB
 _FEW_FILES = 1024
 _OWN_FILES = 64
 _PACKAGES = ("torch", "numpy", "xxhash")
@@ -269,16 +268,10 @@ def _file_size(host: Host, demand: Demand) -> Finding:
     if soft == resource.RLIM_INFINITY:
         return Finding("file size", Level.OK, "no limit")
     need = demand.slot_bytes
-    enough = soft >= (_PACK_BYTES if need is None else need)
-    level = Level.BAD if not enough else Level.WARN if need is None else Level.OK
-    return Finding(
-        "file size",
-        level,
-        f"at most {size_text(soft)}{demand.text}",
-        ""
-        if level is Level.OK
-        else "ulimit -f unlimited: a slot is one file as large as the state",
-    )
+    level = Level.WARN if need is None else Level.OK if soft >= need else Level.BAD
+    how = "ulimit -f unlimited: a slot is one file as large as the state"
+    found = f"at most {size_text(soft)}{demand.text}"
+    return Finding("file size", level, found, "" if level is Level.OK else how)
 
 
 def _locked_memory(host: Host, demand: Demand) -> Finding:
