@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Literal
 
 import numpy as np
@@ -408,8 +408,10 @@ class Snapshotter:
         """Seal what was captured and wait for the persister; returns whether it was in time."""
         self.fence()
         self._hook.close()
-        self.copier.close()
-        in_time = self._persister.close(timeout_s)
+        until_s = monotonic() + timeout_s
+        # First the copying thread: it is the one that hands slots to the persister.
+        in_time = self.copier.close(timeout_s)
+        in_time &= self._persister.close(max(0.0, until_s - monotonic()))
         self._arena.close()
         return in_time
 

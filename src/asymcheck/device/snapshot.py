@@ -343,9 +343,11 @@ class Copier:
         """Begin a copy; returns at once."""
         self._jobs.put(copy)
 
-    def close(self) -> None:
-        """End the thread after the copies that were started."""
+    def close(self, timeout_s: float) -> bool:
+        """End the thread after the copies that were started; returns whether that was in time."""
         self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
