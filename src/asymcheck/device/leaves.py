@@ -19,7 +19,6 @@ from asymcheck.device.tensors import (
     dense_order,
     dtype_name,
     dtype_of,
-    is_plain_memory,
     is_supported,
     new_tensor,
 )
@@ -119,7 +118,8 @@ def _tensor_source(
     dense = dense_order(alias)
     shape, name = tuple(alias.shape), dtype_name(alias.dtype)
     nbytes = alias.numel() * alias.element_size()
-    lazy = steady and nbytes >= SMALL_BYTES and dense is not None and is_plain_memory(alias)
+    computed = alias.is_conj() or alias.is_neg()  # memory does not hold the values themselves
+    lazy = steady and nbytes >= SMALL_BYTES and dense is not None and not computed
     source = Source(key, alias, name, shape, dense or (), nbytes, lazy)
     if source.nbytes == 0:
         return source, None
