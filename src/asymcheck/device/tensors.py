@@ -159,6 +159,11 @@ class Target:
         order: Dimension order in which they are stored.
     """
 
+    __slots__ = (
+        *("_bits", "_flat", "_shared"),
+        *("_conjugate", "_dtype", "_inference", "_negate", "_to"),
+    )
+
     def __init__(
         self, key: str, tensor: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...]
     ) -> None:
