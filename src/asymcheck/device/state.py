@@ -143,6 +143,8 @@ class State:
         to = Restoring(places, Matching(), self._params(), cast)
         try:
             tree = json.loads(text)
+            if not isinstance(tree["items"], dict):
+                raise TypeError("its items are no object")
             finishes = self._plan_items(tree["items"], to)
             if not isinstance(to.bind(tree["rng"], None), dict):
                 raise TypeError("its random number generators are no dict")
