@@ -15,6 +15,7 @@ from asymcheck.errors import IncompatibleCheckpoint, StateError
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 NUMPY_PREFIX = "numpy:"
+_QUANTIZED = frozenset({"qint8", "qint32", "quint8", "quint4x2", "quint2x4"})
 
 
 @cache
@@ -25,9 +26,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def dtype_of(name: str) -> torch.dtype | None:
-    """The torch dtype of that name, ``None`` where this torch has none."""
+    """The torch dtype of that name, ``None`` where this torch has none that can be saved."""
     found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else None
+    return found if isinstance(found, torch.dtype) and name not in _QUANTIZED else None
 
 
 def can_cast(stored: str, to: torch.dtype) -> bool:
