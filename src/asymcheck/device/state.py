@@ -181,8 +181,9 @@ class State:
             if isinstance(item, ModuleItem):
                 params = dict(item.module.named_parameters(remove_duplicate=False))
                 canonical = canonical_names(params)
+                prefix = f"{escape(name)}/"
                 for raw, param in params.items():
-                    full = f"{escape(name)}/{escape(canonical[raw])}"
+                    full = prefix + escape(canonical[raw])
                     names.setdefault(id(param), full)
                     by_name[full] = param
         return Params(names, by_name)
