@@ -130,8 +130,9 @@ class ModuleItem:
     ) -> dict[str, Json]:
         """See ``Item``."""
         extra: dict[str, Json] = {}
+        prefix = f"{escape(name)}/"
         for _, entry, value in self._entries(name):
-            key = f"{escape(name)}/{escape(entry)}"
+            key = prefix + escape(entry)
             if isinstance(value, torch.Tensor):
                 collector.add(key, value, steady=isinstance(value, torch.nn.Parameter))
             else:
@@ -146,8 +147,9 @@ class ModuleItem:
         # load_state_dict at the end, under the name that it has there.
         computed: dict[str, Json] = {}
         live_keys = set()
+        prefix = f"{escape(name)}/"
         for raw, entry, value in self._entries(name):
-            key = f"{escape(name)}/{escape(entry)}"
+            key = prefix + escape(entry)
             live_keys.add(key)
             if entry in extra:
                 computed[raw] = extra[entry]
@@ -157,13 +159,12 @@ class ModuleItem:
                 computed[raw] = {"$leaf": key}
             else:
                 to.matching.missing_keys.append(key)
-        prefix = f"{escape(name)}/"
         stored = {
             k
             for k in to.places.array_keys()
             if k.startswith(prefix) and "/" not in k[len(prefix) :]
         }
-        stored |= {f"{prefix}{escape(entry)}" for entry in extra}
+        stored |= {prefix + escape(entry) for entry in extra}
         to.matching.unexpected_keys += sorted(stored - live_keys)
         for tree in computed.values():
             to.bind(tree, None)

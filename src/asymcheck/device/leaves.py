@@ -217,7 +217,6 @@ class Places:
         Returns:
             ``None``, or the key of another leaf that already goes to that memory: then
             nothing is changed.
-
         """
         leaf = self._need(key)
         if leaf.nbytes == 0:

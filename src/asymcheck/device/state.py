@@ -148,6 +148,8 @@ class State:
         to = Restoring(places, Matching(), self._params(), cast)
         try:
             tree = json.loads(text)
+            if not isinstance(tree["items"], dict):
+                raise TypeError("its items are no object")
             finishes = self._plan_items(tree["items"], to)
             if not isinstance(to.bind(tree["rng"], None), dict):
                 raise TypeError("its random number generators are no dict")
@@ -184,8 +186,9 @@ class State:
             if isinstance(item, ModuleItem):
                 params = dict(item.module.named_parameters(remove_duplicate=False))
                 canonical = canonical_names(params)
+                prefix = f"{escape(name)}/"
                 for raw, param in params.items():
-                    full = f"{escape(name)}/{escape(canonical[raw])}"
+                    full = prefix + escape(canonical[raw])
                     names.setdefault(id(param), full)
                     by_name[full] = param
         return Params(names, by_name)

@@ -15,6 +15,7 @@ from asymcheck.errors import IncompatibleCheckpoint, StateError
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 NUMPY_PREFIX = "numpy:"
+_QUANTIZED = frozenset({"qint8", "qint32", "quint8", "quint4x2", "quint2x4"})
 
 
 @cache
@@ -25,9 +26,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def dtype_of(name: str) -> torch.dtype | None:
-    """The torch dtype of that name, ``None`` where this torch has none."""
+    """The torch dtype of that name, ``None`` where this torch has none that can be saved."""
     found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else None
+    return found if isinstance(found, torch.dtype) and name not in _QUANTIZED else None
 
 
 def can_cast(stored: str, to: torch.dtype) -> bool:
@@ -158,6 +159,11 @@ class Target:
         dtype: Of the stored values; another one than the tensor's is cast.
         order: Dimension order in which they are stored.
     """
+
+    __slots__ = (
+        *("_bits", "_flat", "_shared"),
+        *("_conjugate", "_dtype", "_inference", "_negate", "_to"),
+    )
 
     def __init__(
         self, key: str, tensor: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...]

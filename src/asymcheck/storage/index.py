@@ -19,6 +19,7 @@ from asymcheck.storage.sealed import (
     number,
     parse_metrics,
     seal,
+    short,
     unseal,
 )
 
@@ -209,7 +210,7 @@ def parse_index(data: bytes, where: str) -> Index:
         raise get.fail("two leaves have the same key")
     for alias, key in aliases.items():
         if alias in keys or not isinstance(key, str) or key not in keys:
-            raise get.fail(f"alias {alias!r:.80} of {key!r:.80}: not one of a leaf")
+            raise get.fail(f"alias {alias!r:.80} of {short(key)}: not one of a leaf")
     _check_geometry(leaves, chunks, packs, where)
     return Index(
         run=get.text("run"),
@@ -218,7 +219,7 @@ def parse_index(data: bytes, where: str) -> Index:
         world=world,
         created_s=number(get, raw.get("created_s"), "created_s"),
         metrics=parse_metrics(get),
-        versions={str(k): str(v) for k, v in get.table("versions").items()},
+        versions=get.texts("versions"),
         leaves=leaves,
         aliases=aliases,
         chunks=chunks,
@@ -237,7 +238,7 @@ def _parse_leaf(row: object, where: str) -> Leaf:
         order=get.integers("order") if get.has("order") else (),
     )
     if leaf.order and sorted(leaf.order) != list(range(len(leaf.shape))):
-        raise get.fail(f"leaf {leaf.key!r:.80}: order {list(leaf.order)} is no permutation")
+        raise get.fail(f"leaf {leaf.key!r:.80}: order {short(leaf.order)} is no permutation")
     if (leaf.key == TREE_KEY) != (leaf.dtype == TREE_DTYPE):
         raise get.fail(f"leaf {leaf.key!r:.80}: dtype {leaf.dtype!r:.40} is out of place")
     return leaf
@@ -246,7 +247,7 @@ def _parse_leaf(row: object, where: str) -> Leaf:
 def _parse_chunk(row: object, where: str) -> Chunk:
     names = ("at", "nbytes", "pack", "offset", "stored_bytes", "codec", "hash")
     if not isinstance(row, list) or len(row) != len(names):
-        raise CorruptCheckpoint(where, f"chunk: expected {len(names)} values, found {row!r:.80}")
+        raise CorruptCheckpoint(where, f"chunk: expected {len(names)} values, found {short(row)}")
     get = Fields(dict(zip(names, row, strict=True)), where, names)
     chunk = Chunk(
         at=get.integer("at"),

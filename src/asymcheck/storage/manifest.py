@@ -21,6 +21,7 @@ from asymcheck.storage.sealed import (
     number,
     parse_metrics,
     seal,
+    short,
     unseal,
 )
 
@@ -96,8 +97,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     """
     raw = unseal(data, where)
     check_version(raw.get("format"), "asymcheck", where)
-    needs = raw.get("needs")
-    if isinstance(needs, list) and (new := sorted({str(n) for n in needs} - FEATURES)):
+    needs = [n for n in _listed(raw.get("needs")) if isinstance(n, str)]
+    if new := sorted(set(needs) - FEATURES):
         raise IncompatibleCheckpoint(
             f"{where}: needs {new}, which this release does not know: install a newer asymcheck"
         )
@@ -113,6 +114,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         "packs",
     )
     get = Fields(raw, where, known)
+    if get.items("needs") != needs:
+        raise get.fail("needs: expected texts")
     at = CheckpointId(get.integer("attempt"), get.integer("step"))
     indexes = []
     rows = get.items("indexes")
@@ -141,8 +144,12 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         metrics=parse_metrics(get),
         indexes=tuple(indexes),
         packs=packs,
-        needs=tuple(get.items("needs")),
+        needs=tuple(needs),
     )
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +196,7 @@ def parse_attempt(data: bytes, where: str) -> Attempt:
     if raw.get("parent") is not None:
         pair = get.integers("parent")
         if len(pair) != 2:
-            raise get.fail(f"parent: expected [attempt, step], found {list(pair)!r:.80}")
+            raise get.fail(f"parent: expected [attempt, step], found {short(list(pair))}")
         parent = CheckpointId(*pair)
     return Attempt(
         number=get.integer("attempt", 1),

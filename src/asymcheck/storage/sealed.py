@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,6 +21,9 @@ VERSION = 1
 MAX_SEALED_BYTES = 1 << 30
 HASH = re.compile(r"[0-9a-f]{32}\Z")
 _MAX_INT = 1 << 53
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 2
+_SHORT.maxstring = _SHORT.maxother = 80
 _SEAL = re.compile(rb',"hash":"([0-9a-f]{32})"\}\n\Z')
 
 
@@ -62,6 +66,11 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
+def short(value: object) -> str:
+    """What was found, for a message: bounded in length and depth, whatever it is."""
+    return _SHORT.repr(value)
+
+
 class Fields:
     """Typed access to a parsed object: a missing, ill-typed or unknown member is damage."""
 
@@ -72,7 +81,7 @@ class Fields:
         self._where = where
         unknown = sorted(value.keys() - set(known))
         if unknown:
-            raise CorruptCheckpoint(where, f"unknown member {unknown[0]!r}")
+            raise CorruptCheckpoint(where, f"unknown member {short(unknown[0])}")
 
     def fail(self, message: str) -> CorruptCheckpoint:
         """The error to raise about this object."""
@@ -82,35 +91,42 @@ class Fields:
         """An integer member in ``[low, high]``."""
         value = self._value.get(name)
         if type(value) is not int or not low <= value <= high:
-            raise self.fail(f"{name}: expected an integer in [{low}, {high}], found {value!r:.80}")
+            raise self.fail(f"{name}: expected an integer in [{low}, {high}], found {short(value)}")
         return value
 
     def text(self, name: str, pattern: re.Pattern[str] | None = None) -> str:
         """A text member that matches ``pattern``."""
         value = self._value.get(name)
         if not isinstance(value, str) or (pattern and not pattern.match(value)):
-            raise self.fail(f"{name}: expected text, found {value!r:.80}")
+            raise self.fail(f"{name}: expected text, found {short(value)}")
         return value
 
     def items(self, name: str) -> list[Any]:
         """A list member."""
         value = self._value.get(name)
         if not isinstance(value, list):
-            raise self.fail(f"{name}: expected a list, found {value!r:.80}")
+            raise self.fail(f"{name}: expected a list, found {short(value)}")
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
         """A list of non-negative integers."""
         value = self.items(name)
         if not all(type(v) is int and 0 <= v <= _MAX_INT for v in value):
-            raise self.fail(f"{name}: expected sizes, found {value!r:.80}")
+            raise self.fail(f"{name}: expected sizes, found {short(value)}")
         return tuple(value)
 
     def table(self, name: str) -> dict[str, Any]:
         """An object member, empty where there is none."""
         value = self._value.get(name, {})
         if not isinstance(value, dict):
-            raise self.fail(f"{name}: expected an object, found {value!r:.80}")
+            raise self.fail(f"{name}: expected an object, found {short(value)}")
+        return value
+
+    def texts(self, name: str) -> dict[str, str]:
+        """An object of text members, empty where there is none."""
+        value = self.table(name)
+        if not all(isinstance(v, str) for v in value.values()):
+            raise self.fail(f"{name}: expected texts, found {short(value)}")
         return value
 
     def has(self, name: str) -> bool:
@@ -127,7 +143,7 @@ def check_version(found: object, kind: str, where: str) -> None:
     """
     name, _, version = found.rpartition(" ") if isinstance(found, str) else ("", "", "")
     if name != kind or not re.match(r"[0-9]{1,9}\Z", version):
-        raise CorruptCheckpoint(where, f"expected '{kind} {VERSION}', found {found!r:.80}")
+        raise CorruptCheckpoint(where, f"expected '{kind} {VERSION}', found {short(found)}")
     if int(version) != VERSION:
         raise IncompatibleCheckpoint(
             f"{where}: format version {version}; this release reads version {VERSION}: "
@@ -142,7 +158,7 @@ def dump_metric(value: float) -> float | str:
 
 def parse_metrics(get: Fields) -> dict[str, float]:
     """The ``metrics`` member."""
-    return {str(k): number(get, v, f"metric {k!r}") for k, v in get.table("metrics").items()}
+    return {str(k): number(get, v, f"metric {short(k)}") for k, v in get.table("metrics").items()}
 
 
 def number(get: Fields, value: object, name: str) -> float:
@@ -150,8 +166,8 @@ def number(get: Fields, value: object, name: str) -> float:
     if value in ("inf", "-inf", "nan"):
         return float(str(value))
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise get.fail(f"{name}: expected a number, found {value!r:.80}")
+        raise get.fail(f"{name}: expected a number, found {short(value)}")
     try:
         return float(value)
     except OverflowError:
-        raise get.fail(f"{name}: expected a number, found {value!r:.80}") from None
+        raise get.fail(f"{name}: expected a number, found {short(value)}") from None
