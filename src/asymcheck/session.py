@@ -169,6 +169,7 @@ class Checkpointer:
         if resume == "never":
             self.report = RestoreReport(step=0)
         else:
+            torn, self._torn = self._torn, True  # until it is over: it may be interrupted
             try:
                 self.report = restore(
                     self._existing(),
@@ -178,13 +179,12 @@ class Checkpointer:
                     cast=dtype_policy == "cast",
                     sink=self._sink,
                 )
-            except NoCheckpoint:
-                if step is not None or resume == "must" or self._read_only:
+            except CheckpointError as failure:
+                self._torn = torn or isinstance(failure, TornRestore)
+                absent = isinstance(failure, NoCheckpoint)
+                if not absent or step is not None or resume == "must" or self._read_only:
                     raise
                 self.report = RestoreReport(step=0)
-            except TornRestore:
-                self._torn = True
-                raise
         self._torn = False
         found = self.report
         parent = None if found.attempt is None else CheckpointId(found.attempt, found.step)
@@ -327,10 +327,10 @@ class Checkpointer:
         atexit.unregister(self._at_exit)
         if self._snapshotter is not None:
             self._surface_errors()
-            if not in_time:
+            if self._unread or not in_time:
                 raise StoreError(
-                    f"close: saves are still pending after grace_s={self._grace_s} seconds; they "
-                    f"go on in the background while the process lives",
+                    f"close: saves of steps {[h.step for h in self._unread]} are still pending "
+                    f"after grace_s={self._grace_s} seconds; what is sealed goes on without us",
                     retryable=False,
                 )
 

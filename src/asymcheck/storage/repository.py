@@ -353,7 +353,15 @@ class Repository:
         manifest = make_manifest([(index, data)])
         name = manifest_name(index.at)
         write_whole(self.store, name, [manifest])
-        return parse_manifest(manifest, name)
+        committed = parse_manifest(manifest, name)
+        try:
+            self.check_writer(index.at.attempt)
+        except SupersededWriter:
+            # It may have taken our objects for left-overs before it could see the manifest.
+            sizes = {e.name: e.nbytes for e in self.store.list(step_folder(index.at.step))}
+            if _wrong_length(committed, sizes) is not None:
+                raise
+        return committed
 
     def retain(self, newest: CheckpointId, retention: Retention) -> list[CheckpointId]:
         """Remove what need not be kept, now that ``newest`` is committed.

@@ -1,0 +1,60 @@
+"""What happens when a call of the session is cut off or overtaken in its middle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+import asymcheck
+from asymcheck import recovery
+from asymcheck.errors import CaptureError, SupersededWriter
+from asymcheck.storage.memory import MemoryStore
+from asymcheck.storage.repository import open_repository
+from asymcheck.storage.store import Buffer
+
+
+def test_after_an_interrupted_restore_nothing_is_saved_until_the_state_is_whole(monkeypatch):
+    store, model = MemoryStore("interrupted"), torch.nn.Linear(4, 4)
+    with asymcheck.Checkpointer(store, state={"model": model}) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+
+        def interrupted(*arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(recovery._Loading, "_read_leaves", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.restore()
+        with pytest.raises(CaptureError, match="overwritten in part"):
+            checkpointer.save(2)
+        assert checkpointer.restore() == 1
+        checkpointer.save(2)
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 2]
+
+
+class Overtaken(MemoryStore):
+    """Another job claims the root just before the manifest of step 2 is written."""
+
+    def write(self, name: str, parts: Iterable[Buffer]) -> int:
+        if name.startswith("step-00000002/") and name.endswith("-MANIFEST.json"):
+            open_repository(self).claim(None)  # takes the unnamed objects for left-overs
+        return super().write(name, parts)
+
+
+def test_a_writer_that_is_overtaken_at_its_commit_leaves_no_manifest_without_packs():
+    store, model = Overtaken("overtaken"), torch.nn.Linear(4, 4)
+    checkpointer = asymcheck.Checkpointer(store, state={"model": model})
+    checkpointer.save(1)
+    checkpointer.wait()
+    checkpointer.save(2)
+    with pytest.raises(SupersededWriter, match="attempt 2 was started"):
+        checkpointer.wait()
+    found = open_repository(store).survey()
+    assert [at.step for at in found.committed] == [1]
+    assert not found.damaged
+    assert not found.leftovers
+    checkpointer.close()
