@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import signal
@@ -14,7 +15,9 @@ from time import monotonic, sleep
 
 from asymcheck.errors import CheckpointError, StoreError
 from asymcheck.events import Sink
-from asymcheck.memory.arena import SHARED_MEMORY, ProcessId, Slot, SlotState, owner_of, slots_of
+from asymcheck.memory.arena import SHARED_MEMORY, Slot, SlotState, owner_of, slots_of
+from asymcheck.memory.host import read_text
+from asymcheck.memory.process import ProcessId
 from asymcheck.persist import Durable, persist
 from asymcheck.planning.retention import Retention
 from asymcheck.storage.repository import Repository
@@ -60,6 +63,26 @@ def left_over(run: str | None = None, directory: Path = SHARED_MEMORY) -> list[L
 
 def living_owners(run: str, directory: Path = SHARED_MEMORY) -> list[int]:
     """Process numbers of living trainers that own slots of a run, ascending."""
+    return sorted({owner.pid for owner in _living_owners(run, directory)})
+
+
+def persisters_of(run: str) -> list[tuple[ProcessId, ProcessId]]:
+    """Living persister processes of a run, each with its trainer, living or dead."""
+    found = []
+    for name in os.listdir("/proc"):
+        words = read_text(f"/proc/{name}/cmdline").split("\0") if name.isdigit() else []
+        if "asymcheck.persist" not in words:
+            continue
+        for word in words:
+            # Among its arguments is its configuration; other words are no JSON objects.
+            with suppress(ValueError, KeyError, TypeError):
+                config = json.loads(word)
+                if config["run"] == run:
+                    found.append((ProcessId.of(int(name)), ProcessId(*config["trainer"])))
+    return [(persister, trainer) for persister, trainer in found if persister.is_alive]
+
+
+def _living_owners(run: str, directory: Path) -> set[ProcessId]:
     found = set()
     for path in slots_of(directory, run):
         try:
@@ -73,15 +96,27 @@ def living_owners(run: str, directory: Path = SHARED_MEMORY) -> list[int]:
             found.add(owner)
         if slot is not None:
             slot.close(unlink=False)
-    return sorted(found)
+    return found
 
 
-def _living_owner(path: Path, slot: Slot | None) -> int | None:
+def _living_owner(path: Path, slot: Slot | None) -> ProcessId | None:
     """The trainer of a slot, where it lives; while a slot is made, only its name knows it."""
-    if slot is not None and slot.owner.pid:
-        return slot.owner.pid if slot.owner.is_alive else None
-    owner = ProcessId.of(owner_of(path))
-    return owner.pid if owner.is_alive else None
+    known = slot is not None and slot.owner.pid
+    owner = slot.owner if slot is not None and known else ProcessId.of(owner_of(path))
+    return owner if owner.is_alive else None
+
+
+def _await_ends(run: str, directory: Path, until_s: float) -> None:
+    """Wait for trainers that are being killed, and for persisters that outlived theirs: they
+    may hold memory without a name, which nobody else can save.
+    """
+    trainers = _living_owners(run, directory) | {trainer for _, trainer in persisters_of(run)}
+    for trainer in trainers:
+        while trainer.is_ending and monotonic() < until_s:
+            sleep(_POLL_S)
+    for persister, trainer in persisters_of(run):
+        while persister.is_alive and not trainer.is_alive and monotonic() < until_s:
+            sleep(_POLL_S)
 
 
 def take_over(
@@ -98,7 +133,8 @@ def take_over(
         repository: The run; its newest attempt must be the dead trainer's.
         retention: Applied after each commit.
         sink: Receives spans.
-        grace_s: How long to wait for living persisters, all together.
+        grace_s: How long to wait for those who are still at it, all together: trainers that
+            are being killed, and persisters that outlived theirs.
         warn: Told what could not be saved.
         directory: Where the slots are.
 
@@ -106,6 +142,7 @@ def take_over(
         The checkpoints that became durable here.
     """
     until_s = monotonic() + grace_s
+    _await_ends(repository.run, directory, until_s)
     done = []
     for old in left_over(repository.run, directory):
         try:

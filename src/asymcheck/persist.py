@@ -32,7 +32,8 @@ from asymcheck.errors import (
     SupersededWriter,
 )
 from asymcheck.events import Sink, Span, Stage, timed
-from asymcheck.memory.arena import ProcessId, Slot, SlotState
+from asymcheck.memory.arena import Slot, SlotState
+from asymcheck.memory.process import ProcessId
 from asymcheck.planning.layout import PAGE_BYTES, Extent, align_up
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.flush import Encoded, flush

@@ -20,7 +20,8 @@ from typing import Any, Literal, Protocol
 
 from asymcheck.errors import OptionError, StoreError
 from asymcheck.events import Sink, Span, Stage
-from asymcheck.memory.arena import Arena, ProcessId, Slot
+from asymcheck.memory.arena import Arena, Slot
+from asymcheck.memory.process import ProcessId
 from asymcheck.persist import (
     MESSAGE_BYTES,
     Durable,

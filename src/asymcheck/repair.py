@@ -6,10 +6,9 @@ again, or not yet. Nothing that a living process works on is touched, and no tor
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +23,17 @@ from asymcheck.errors import (
     StoreError,
 )
 from asymcheck.events import discard
-from asymcheck.handover import LeftOver, finish, left_over, living_owners, remove_slot
-from asymcheck.memory.arena import SHARED_MEMORY, ProcessId, Slot, owner_of, run_of
+from asymcheck.handover import (
+    LeftOver,
+    finish,
+    left_over,
+    living_owners,
+    persisters_of,
+    remove_slot,
+)
+from asymcheck.memory.arena import SHARED_MEMORY, Slot, owner_of, run_of
 from asymcheck.memory.host import read_text
+from asymcheck.memory.process import ProcessId
 from asymcheck.persist import Durable
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.local import TEMP_FOLDER, LocalStore
@@ -239,7 +246,7 @@ def repair(
     done.removed += removal.removed
     done.kept += [(r, f"it holds a whole checkpoint, but {_late(plan)}") for r, _ in removal.kept]
     # Slots without a name are seen by nobody: their persister may still be writing.
-    while _persisters(repository.run) and monotonic() < until_s:
+    while persisters_of(repository.run) and monotonic() < until_s:
         sleep(_POLL_S)
     done.writer = _writer(repository, plan.attempt)
     if not done.writer and _living_trainers(repository.run, directory):
@@ -288,30 +295,14 @@ def _count_temp_files(repository: Repository) -> int | None:
 def _living_trainers(run: str, directory: Path) -> list[int]:
     """Trainers of a run on this host: those that own slots, and those that have a persister."""
     found = set(living_owners(run, directory))
-    found.update(trainer.pid for _, trainer in _persisters(run) if trainer.is_alive)
+    found.update(trainer.pid for _, trainer in persisters_of(run) if trainer.is_alive)
     return sorted(found)
-
-
-def _persisters(run: str) -> list[tuple[int, ProcessId]]:
-    """Persister processes of a run, each with its trainer."""
-    return [(pid, trainer) for pid, of, trainer in _all_persisters() if of == run]
-
-
-def _all_persisters() -> Iterator[tuple[int, str, ProcessId]]:
-    for name in os.listdir("/proc"):
-        words = read_text(f"/proc/{name}/cmdline").split("\0") if name.isdigit() else []
-        if "asymcheck.persist" in words:
-            for word in words:
-                # Among its arguments is its configuration; other words are no JSON objects.
-                with suppress(ValueError, KeyError, TypeError):
-                    config = json.loads(word)
-                    yield int(name), config["run"], ProcessId(*config["trainer"])
 
 
 def _writer(repository: Repository, attempt: int) -> str:
     """Who may still write to the root: empty where it is certain that nobody does."""
-    for pid, _ in _persisters(repository.run):
-        return f"persister process {pid} is still at work"
+    for persister, _ in persisters_of(repository.run):
+        return f"persister process {persister.pid} is still at work"
     if attempt == 0:
         return "no start has claimed the root yet"
     try:

@@ -26,7 +26,8 @@ import asymcheck
 from asymcheck import Checkpointer, StoreError, Strategy
 from asymcheck.errors import CheckpointWarning, OptionError
 from asymcheck.events import Span, Stage
-from asymcheck.memory.arena import SHARED_MEMORY, ProcessId, Slot, slots_of
+from asymcheck.memory.arena import SHARED_MEMORY, Slot, slots_of
+from asymcheck.memory.process import ProcessId
 from asymcheck.planning.policy import Admission
 from asymcheck.storage.memory import MemoryStore
 from asymcheck.storage.repository import create_repository

@@ -19,12 +19,12 @@ from asymcheck.memory.arena import (
     SHARED_MEMORY,
     Arena,
     NoRoom,
-    ProcessId,
     Slot,
     SlotState,
     slot_name,
     slots_of,
 )
+from asymcheck.memory.process import ProcessId
 from asymcheck.planning.layout import PAGE_BYTES, MiB
 from asymcheck.testing.children import Child, Say
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -22,15 +23,16 @@ from asymcheck.capture import Canary, Capture, dump_capture
 from asymcheck.errors import CheckpointWarning, OptionError
 from asymcheck.events import discard
 from asymcheck.handover import take_over
+from asymcheck.memory import process as process_module
 from asymcheck.memory.arena import (
     SHARED_MEMORY,
-    ProcessId,
     Slot,
     SlotState,
     _Word,
     slot_name,
     slots_of,
 )
+from asymcheck.memory.process import ProcessId
 from asymcheck.planning.layout import Extent
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.index import Leaf
@@ -239,6 +241,85 @@ def test_a_persister_that_takes_too_long_is_ended_and_its_slot_saved(root: Path,
     leave_slot(repository, dead, persister=ProcessId.of(hanging.pid))
     assert finish_all(repository, grace_s=0.05) == [3]
     assert hanging.wait(WAIT_S) == -9
+
+
+# --- who is on the way out --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "pending", "ending"),
+    [
+        (0x400000, "0000000000000000", False),
+        (0x400000, "0000000000004002", False),  # SIGINT and SIGTERM: it may live on
+        (0x400000, "0000000000000100", True),  # SIGKILL
+        (0x400004, "0000000000000000", True),  # exiting
+        (0x400200, "0000000000000000", True),  # dumping its core
+    ],
+)
+def test_a_process_that_was_sent_sigkill_is_ending_though_it_lives(
+    monkeypatch: pytest.MonkeyPatch, flags: int, pending: str, ending: bool
+) -> None:
+    stat = f"7 (a) b) S 1 7 7 0 -1 {flags} " + "0 " * 12 + "4711 0 0"
+
+    def read(path: str) -> str:
+        return {
+            "/proc/7/stat": stat,
+            "/proc/7/status": f"Name:\ta\nSigPnd:\t{'0' * 16}\nShdPnd:\t{pending}\n",
+        }[path]
+
+    monkeypatch.setattr(process_module, "read_text", read)
+    assert ProcessId(7, 4711).is_alive
+    assert ProcessId(7, 4711).is_ending == ending
+    assert not ProcessId(7, 4712).is_ending
+
+
+def test_a_living_process_is_not_ending_and_a_dead_one_is_not_either(dead: int) -> None:
+    assert not ProcessId.of(os.getpid()).is_ending
+    assert not ProcessId(dead, 5).is_ending
+
+
+def test_a_trainer_that_is_being_killed_is_waited_for(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To give back many gigabytes takes a while, and the job may be started again at once."""
+    repository = repository_at(root)
+    repository.claim(None)
+    dying = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    leave_slot(repository, dying.pid)
+    asked = threading.Event()
+
+    def is_ending(self: ProcessId) -> bool:
+        asked.set()
+        return self.pid == dying.pid and self.is_alive
+
+    monkeypatch.setattr(ProcessId, "is_ending", property(is_ending))
+    taken: list[list[int]] = []
+    taker = threading.Thread(target=lambda: taken.append(finish_all(repository, grace_s=WAIT_S)))
+    taker.start()
+    assert asked.wait(WAIT_S)
+    dying.kill()
+    dying.wait(WAIT_S)
+    taker.join(WAIT_S)
+    assert taken == [[3]]
+
+
+def test_a_persister_that_outlived_its_trainer_is_waited_for_though_its_slot_has_no_name(
+    root: Path, dead: int
+) -> None:
+    repository = repository_at(root)
+    repository.claim(None)
+    config = json.dumps({"run": repository.run, "trainer": [dead, 1]})
+    working = subprocess.Popen(
+        [sys.executable, "-c", "input()", "asymcheck.persist", config], stdin=subprocess.PIPE
+    )
+    taken: list[list[int]] = []
+    taker = threading.Thread(target=lambda: taken.append(finish_all(repository, grace_s=WAIT_S)))
+    taker.start()
+    taker.join(0.2)
+    assert taker.is_alive()
+    working.communicate(b"\n", WAIT_S)
+    taker.join(WAIT_S)
+    assert taken == [[]]
 
 
 # --- by a Checkpointer ------------------------------------------------------

@@ -28,7 +28,8 @@ from asymcheck.errors import (
     SupersededWriter,
 )
 from asymcheck.events import Sink, Span, Stage, discard, guarded
-from asymcheck.memory.arena import SHARED_MEMORY, Arena, ProcessId, Slot, SlotState, slots_of
+from asymcheck.memory.arena import SHARED_MEMORY, Arena, Slot, SlotState, slots_of
+from asymcheck.memory.process import ProcessId
 from asymcheck.persist import Durable, describe_error, rebuild_error
 from asymcheck.persister import Persister, PersistProcess, PersistThread
 from asymcheck.planning.layout import PAGE_BYTES, Extent

@@ -20,12 +20,12 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
 from asymcheck.errors import CaptureError
-from asymcheck.memory.host import available_bytes, read_text
+from asymcheck.memory.host import available_bytes
+from asymcheck.memory.process import ProcessId
 from asymcheck.planning.layout import PAGE_BYTES, MiB, align_up
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -58,32 +58,6 @@ class _Word(IntEnum):
     OWNER_START = 9
     PERSISTER_PID = 10
     PERSISTER_START = 11
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessId:
-    """A process, told apart from a later one with the same number by its start time."""
-
-    pid: int
-    start: int
-
-    @staticmethod
-    def of(pid: int) -> ProcessId:
-        """The process that has this number now; start 0 when there is none.
-
-        One that has ended and was not waited for is none: in a container whose first process
-        waits for nobody it would stay for ever.
-        """
-        # The command's name may hold anything: count the fields after its closing bracket.
-        fields = read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-        if len(fields) < 20 or fields[0] in "ZX":
-            return ProcessId(pid, 0)
-        return ProcessId(pid, int(fields[19]))
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether this very process runs."""
-        return self.pid > 0 and self.start > 0 and ProcessId.of(self.pid) == self
 
 
 class Slot:
