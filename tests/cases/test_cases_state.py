@@ -723,7 +723,7 @@ def test_pickled_code_is_never_run_wherever_it_lies(tmp_path: Path) -> None:
     assert witness.exists()  # the payload works
     witness.unlink()
     _save(root, x={"t": torch.ones(1000)})
-    files = sorted(p for p in root.rglob("*") if p.is_file())
+    files = sorted(p for p in root.rglob("*") if p.is_file() and p.name != "persist.log")
     assert len(files) == 6
     for path in files:
         whole = path.read_bytes()
@@ -878,6 +878,7 @@ def test_twenty_thousand_small_tensors_take_little_room_and_come_back(tmp_path: 
 
 
 @pytest.mark.extra
+@pytest.mark.filterwarnings("ignore:2200014")  # it is copied on the training thread
 def test_one_tensor_of_more_than_two_gigabytes_comes_back(tmp_path: Path) -> None:
     """F: offsets beyond 31 bits."""
     count = 2_200_000_003

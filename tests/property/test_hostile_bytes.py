@@ -617,7 +617,7 @@ def with_tree(tree: Any, leaves: Callable[[list[Leaf]], list[Leaf]] = list) -> M
         )
 
     def encode(chunk: Extent) -> Encoded:
-        return Encoded(chunk, bytes(image[chunk.start : chunk.stop]), "raw")
+        return Encoded(bytes(image[chunk.start : chunk.stop]), "raw")
 
     at = CheckpointId(2, 5)
     repository.claim(None)
