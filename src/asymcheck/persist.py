@@ -168,6 +168,17 @@ def _discard(repository: Repository, at: CheckpointId) -> None:
         _log.warning("step %d: left-overs stay until the next start: %s", at.step, failure)
 
 
+def _told(failure: BaseException) -> CheckpointError:
+    """A failure as the training thread may raise it: a ``SystemExit`` of a store's driver, say,
+    must not end the training as if it were over.
+    """
+    if isinstance(failure, CheckpointError):
+        return failure
+    told = CheckpointError(f"the checkpoint was lost: its writer ended with {failure!r}")
+    told.__cause__ = failure
+    return told
+
+
 class PersistThread:
     """Persists sealed slots one after the other, in the order in which they came.
 
@@ -211,9 +222,10 @@ class PersistThread:
             try:
                 result = persist(self._repository, sealed, self._retention, self._sink)
             except BaseException as failure:  # noqa: BLE001  it is the caller's to see
-                failure.add_note(f"while step {sealed.at.step} was being persisted")
+                told = _told(failure)
+                told.add_note(f"while step {sealed.at.step} was being persisted")
                 self._settle(future, sealed.slot)
-                future.set_exception(failure)
+                future.set_exception(told)
             else:
                 self._settle(future, sealed.slot)
                 _log.info(
