@@ -5,6 +5,10 @@ Each docstring starts with the id of the case.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import json
+import math
 import os
 import random
 import signal
@@ -16,11 +20,19 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
-from asymcheck import Checkpointer, CheckpointError, CorruptCheckpoint, StoreError
+from asymcheck import (
+    Checkpointer,
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    StoreError,
+)
 from asymcheck.errors import CaptureError
 from asymcheck.planning.policy import Admission
 from asymcheck.planning.retention import CheckpointId
@@ -30,6 +42,7 @@ from asymcheck.storage.index import parse_index
 from asymcheck.storage.local import TEMP_FOLDER, Files, LocalStore
 from asymcheck.storage.memory import MemoryStore
 from asymcheck.storage.repository import open_repository
+from asymcheck.storage.sealed import seal, unseal
 from asymcheck.storage.store import Buffer, Store
 from asymcheck.testing.children import TIMEOUT_S, Child, Say, run_in_child
 from asymcheck.testing.faulty import Fault, FaultyStore
@@ -660,3 +673,121 @@ def test_a_process_that_ends_at_once_leaves_nothing_half_visible(tmp_path: Path)
         run_in_child(work).check()
         assert _latest(tmp_path, 1 << 20) in (before, step)
         assert not open_repository(LocalStore(tmp_path)).survey().damaged
+
+
+# --- E: versions ------------------------------------------------------------
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TAGS_OF_VERSION_1 = [
+    "$leaf",
+    "$str",
+    "$int",
+    "$float",
+    "$complex",
+    "$bytes",
+    "$bytearray",
+    "$numpy_scalar",
+    "$dtype",
+    "$device",
+    "$range",
+    "$slice",
+    "$datetime",
+    "$date",
+    "$time",
+    "$timedelta",
+    "$path",
+    "$enum",
+    "$flag",
+    "$tuple",
+    "$size",
+    "$set",
+    "$frozenset",
+    "$deque",
+    "$dict",
+    "$ordereddict",
+    "$counter",
+    "$defaultdict",
+    "$namedtuple",
+    "$dataclass",
+    "$torch_generator",
+    "$random",
+    "$numpy_random_state",
+    "$numpy_generator",
+]
+
+
+@pytest.fixture
+def golden() -> Iterator[ModuleType]:
+    """The state of the golden checkpoint, as a module; random generators are put back after."""
+    spec = importlib.util.spec_from_file_location("make_v1", GOLDEN / "make_v1.py")
+    assert spec is not None
+    assert spec.loader is not None
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield maker.load_state_module()
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    torch.set_rng_state(before[2])
+
+
+def test_the_golden_checkpoint_of_version_1_loads_bit_for_bit(golden: ModuleType) -> None:
+    """E8: older versions of the format stay readable for ever."""
+    files = {p: p.read_bytes() for p in (GOLDEN / "v1").rglob("*") if p.is_file()}
+    assert list(open_repository(LocalStore(GOLDEN / "v1")).verify(CheckpointId(1, 100))) == []
+    expected, state = golden.state(blank=False), golden.state(blank=True)
+    listed = json.loads((GOLDEN / "v1.json").read_text())
+    assert all(
+        golden.bits(state[name]) != golden.bits(expected[name]) for name in state if name != "empty"
+    )
+    with Checkpointer(GOLDEN / "v1", state=state, read_only=True) as ckpt:
+        assert ckpt.restore() == 100
+    assert golden.draws() == listed["draws"]
+    for name in expected:
+        assert golden.bits(state[name]) == golden.bits(expected[name]), name
+    assert {
+        name: hashlib.sha256(golden.bits(state[name]).encode()).hexdigest()
+        for name in listed["sha256 of bits"]
+    } == listed["sha256 of bits"]
+    assert state["model"].head.weight is state["model"].embed.weight
+    assert {p: p.read_bytes() for p in (GOLDEN / "v1").rglob("*") if p.is_file()} == files
+
+
+def test_the_golden_checkpoint_holds_every_kind_of_value(golden: ModuleType) -> None:
+    """E8: what is not in it is not known to stay readable."""
+    repository = open_repository(LocalStore(GOLDEN / "v1"))
+    with repository.open(CheckpointId(1, 100)) as checkpoint:
+        (index,) = checkpoint.indexes
+        tree = next(leaf for leaf in index.leaves if leaf.key == "")
+        text = checkpoint.read_leaf(index, tree).decode()
+    assert [tag for tag in TAGS_OF_VERSION_1 if f'{{"{tag}":' not in text] == []
+    dtypes = {leaf.dtype for leaf in index.leaves}
+    assert {*golden.DTYPES, *(f"numpy:{d}" for d in golden.NUMPY_DTYPES)} <= dtypes
+    assert {leaf.order for leaf in index.leaves} >= {(), (0, 2, 3, 1), (1, 0)}
+    assert index.aliases == {"model/head.weight": "model/embed.weight"}
+    metrics = repository.survey().committed[CheckpointId(1, 100)].metrics
+    assert metrics["loss"] == 0.5
+    assert math.isnan(metrics["nan"])
+
+
+def test_a_newer_version_is_refused_by_its_number_and_nothing_is_touched(tmp_path: Path) -> None:
+    """E8: a newer major version."""
+    _train(tmp_path, 1).close()
+    (tmp_path / "FORMAT").write_text("asymcheck 2\n")
+    files = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    for read_only in (True, False):
+        with pytest.raises(
+            IncompatibleCheckpoint,
+            match=r"FORMAT: format version 2; this release reads version 1: install an asymcheck",
+        ):
+            Checkpointer(tmp_path, state={"w": torch.zeros(FLOATS)}, read_only=read_only)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == files
+
+
+def test_one_checkpoint_of_a_newer_version_is_passed_over_with_a_word(tmp_path: Path) -> None:
+    """E8: a newer release wrote on under the same root."""
+    _train(tmp_path, 1, 2).close()
+    path = tmp_path / MANIFEST
+    value = unseal(path.read_bytes(), MANIFEST)
+    path.write_bytes(seal({**value, "needs": ["deltas"]}))
+    assert "install a newer asymcheck" in _resumes_with_one_warning(tmp_path, 1, passed=2)
