@@ -429,5 +429,17 @@ def _settle(job: _Job, result: Durable | BaseException) -> None:
         )
         job.future.set_result(result)
     else:
-        result.add_note(f"while step {job.step} was being persisted")
-        job.future.set_exception(result)
+        failure = _told(result)
+        failure.add_note(f"while step {job.step} was being persisted")
+        job.future.set_exception(failure)
+
+
+def _told(failure: BaseException) -> CheckpointError:
+    """A failure as the training thread may raise it: a ``SystemExit`` of a store's driver, say,
+    must not end the training as if it were over.
+    """
+    if isinstance(failure, CheckpointError):
+        return failure
+    told = CheckpointError(f"the checkpoint was lost: its writer ended with {failure!r}")
+    told.__cause__ = failure
+    return told

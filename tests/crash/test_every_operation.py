@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer
-from asymcheck.errors import CheckpointError, NoCheckpoint, StoreError
+from asymcheck.errors import CheckpointError, NoCheckpoint
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.recovery import CheckpointWarning
 from asymcheck.storage.local import TEMP_FOLDER, Files, LocalStore
@@ -316,7 +316,7 @@ def live_until_the_power_is_cut(store: PowerCutStore, log: Log) -> None:
     life: list[Life] = []
     try:
         whole_life(store, store, log.said, watch=life.append)
-    except (PowerCut, StoreError):
+    except (PowerCut, CheckpointError):
         assert store.files.is_off  # the cut itself, or what a later call made of it
     finally:
         for each in life:

@@ -678,6 +678,18 @@ TREE_WILD = st.recursive(
 )
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [(["items"], [None]), (["items", "big", "key"], None), (["items", "big"], []), (["rng"], 1)],
+)
+def test_a_tree_with_something_else_in_a_place_is_damage(path: list[str], value: object) -> None:
+    tree = json.loads(tree_text())
+    *above, last = path
+    functools.reduce(lambda v, key: v[key], above, tree)[last] = value
+    with pytest.raises(CorruptCheckpoint):
+        restored(with_tree(tree), step=5)
+
+
 @settings(max_examples=3 * EXAMPLES)
 @given(st.data())
 def test_a_tree_that_was_edited_and_sealed_again_is_loaded_or_refused(

@@ -15,7 +15,12 @@ SRC = ROOT / "src"
 LIBRARY = SRC / "asymcheck"
 MODULES = sorted(SRC.rglob("*.py"))
 WITH_TORCH = {
-    "device", "options.py", "recovery.py", "session.py", "snapshotter.py", "testing",
+    "device",
+    "options.py",
+    "recovery.py",
+    "session.py",
+    "snapshotter.py",
+    "testing",
 }
 TORCHLESS = sorted({path.name for path in LIBRARY.iterdir()} - WITH_TORCH - {"py.typed"})
 ARRAYLESS = ["planning", "storage"]

@@ -296,7 +296,14 @@ def test_what_is_no_attempt_record_does_not_count(store: MemoryStore, name: str)
 def test_when_the_numbers_are_used_up_the_error_says_so(store: MemoryStore) -> None:
     repository = create_repository(store)
     store.write(attempt_name(MAX_ATTEMPT), [b""])
-    with pytest.raises(StoreError, match="all attempt numbers up to 999999999 are taken"):
+    with pytest.raises(StoreError, match="no attempt number after 999999999 could be taken"):
+        repository.claim(None)
+
+
+def test_a_store_that_never_creates_is_an_error_and_no_endless_loop(store: MemoryStore) -> None:
+    repository = create_repository(store)
+    store.create = lambda name, data: False  # type: ignore[method-assign]
+    with pytest.raises(StoreError, match="1000 were tried"):
         repository.claim(None)
 
 

@@ -414,7 +414,10 @@ class TensorItem:
 
     def plan(self, name: str, saved: dict[str, Json], to: Restoring) -> Finish:
         """See ``Item``."""
-        to.tensor(saved["key"], self.tensor)
+        key = saved["key"]
+        if not isinstance(key, str):
+            raise TypeError("the key of a tensor is no text")
+        to.tensor(key, self.tensor)
         return lambda decoder: None
 
 

@@ -36,6 +36,10 @@ class _SweptError(OSError):
     """A file in progress was removed by the sweep of another job."""
 
 
+class _TakenError(Exception):
+    """The name that was to be created exists."""
+
+
 class Files:
     """The system calls that writing needs, so that tests can cut the power between them."""
 
@@ -148,15 +152,10 @@ class LocalStore:
     def prepare(self) -> None:
         """See ``Store``."""
 
-        def find() -> None:
-            if not self.root.exists():
-                raise FileNotFoundError(errno.ENOENT, "not found")
-            if not self.root.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, "not a directory")
-
         def make() -> None:
             self._make_folder(self.root)
-            _in_folder(self.root, self._make_folder, find)
+            if not self.root.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "not a directory")
 
         _guard("prepare", self.root, make)
 
@@ -178,7 +177,7 @@ class LocalStore:
 
         try:
             _guard("create", path, publish)
-        except FileExistsError:
+        except _TakenError:
             return False
         return True
 
@@ -339,14 +338,17 @@ class LocalStore:
     def _link(self, temp: Path, path: Path) -> None:
         # link, unlike rename, never replaces: exactly one caller succeeds.
         try:
-            self._files.link(temp, path)
-        except OSError as failure:
-            if failure.errno not in _NO_LINKS:
-                raise
-            # No hard links here: an empty file takes the name first, the content follows.
-            self._files.close(self._files.open_new(path))
-            self._files.rename(temp, path)
-            return
+            try:
+                self._files.link(temp, path)
+            except OSError as failure:
+                if failure.errno not in _NO_LINKS:
+                    raise
+                # No hard links here: an empty file takes the name first, the content follows.
+                self._files.close(self._files.open_new(path))
+                self._files.rename(temp, path)
+                return
+        except FileExistsError:
+            raise _TakenError from None
         self._files.unlink(temp)
 
     def _make_temp_folder(self, folder: Path) -> None:
@@ -376,6 +378,7 @@ class LocalStore:
         for new in reversed(missing):
             with suppress(FileExistsError):
                 self._files.mkdir(new)
+            _wait_for(new)
             self._files.fsync_dir(new.parent)
         if not missing and folder != self.root:
             self._files.fsync_dir(folder.parent)
@@ -396,9 +399,17 @@ def _on_page(view: memoryview) -> bool:
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE_BYTES == 0
 
 
+def _wait_for(folder: Path) -> None:
+    """Parallel filesystems may show late what another node has made."""
+    for wait_s in _RETRY_S:
+        if folder.exists():
+            return
+        time.sleep(wait_s)
+
+
 def _in_folder(folder: Path, make: Callable[[Path], None], action: Callable[[], T]) -> T:
-    """Run ``action``; where its folder is missing (or seems to be: parallel filesystems show
-    a new directory late), make it and try again, a bounded number of times.
+    """Run ``action``; where its folder is missing, or seems to be, make it and try again, a
+    bounded number of times.
     """
     for wait_s in _RETRY_S:
         try:
@@ -413,8 +424,6 @@ def _guard(action: str, path: Path, work: Callable[[], T]) -> T:
     try:
         return work()
     except FileExistsError:
-        if action == "create":
-            raise
         raise StoreError(f"{action} {path}: something is in the way", retryable=False) from None
     except OSError as failure:
         raise _store_error(action, path, failure) from failure

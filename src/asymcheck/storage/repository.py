@@ -63,6 +63,7 @@ from asymcheck.storage.store import Store, read_all, write_whole
 _log = logging.getLogger(__name__)
 
 _LOOKS = 100  # a bound; each look again means that a writer did something meanwhile
+_STARTS = 1000  # more jobs than will ever start at the same moment
 _RECORD_BYTES = 1 << 16  # more than any attempt record, RUN.json or FORMAT needs
 
 
@@ -295,17 +296,17 @@ class Repository:
         # Not only the records count: they may have been removed, and a number that some
         # checkpoint has is never given again.
         named = [n.at.attempt for e in self.store.list() if (n := parse_name(e.name))]
-        number = max([self.newest_attempt(), *named])
-        while number < MAX_ATTEMPT:
-            number += 1
+        last = max([self.newest_attempt(), *named])
+        for number in range(last + 1, min(last + _STARTS, MAX_ATTEMPT) + 1):
             attempt = Attempt(number, parent, socket.gethostname(), os.getpid(), time.time())
             self._claims.append(attempt)
             if self.store.create(attempt_name(number), dump_attempt(attempt)):
                 self._tidy(number)
                 return attempt
         raise StoreError(
-            f"{self.store.url}: all attempt numbers up to {MAX_ATTEMPT} are taken: move what "
-            f"lies in {ATTEMPTS_FOLDER}/ by mistake, or choose another root",
+            f"{self.store.url}: no attempt number after {last} could be taken: at most "
+            f"{MAX_ATTEMPT} are allowed and {_STARTS} were tried. Move what lies in "
+            f"{ATTEMPTS_FOLDER}/ by mistake, or choose another root",
             retryable=False,
         )
 
