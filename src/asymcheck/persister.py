@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Literal, Protocol
 
-from asymcheck.errors import OptionError, StoreError
+from asymcheck.errors import CheckpointError, OptionError, StoreError
 from asymcheck.events import Sink, Span, Stage
 from asymcheck.memory.arena import Arena, Slot
 from asymcheck.memory.process import ProcessId
