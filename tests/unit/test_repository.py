@@ -563,6 +563,21 @@ def test_what_could_not_be_removed_goes_with_a_later_commit() -> None:
     assert not listing.leftovers
 
 
+@pytest.mark.parametrize("stuck", ["step-00000001/*.pack", "step-00000002/*MANIFEST.json"])
+def test_one_object_that_cannot_be_removed_keeps_no_other_from_going(stuck: str) -> None:
+    raw = MemoryStore()
+    store = FaultyStore(raw, Fault(op="delete", name=stuck, times=0))
+    ckpt = saved(store, 1.0, *range(1, 8), keep_last=1)
+    ckpt.close()
+    found = open_repository(raw).survey()
+    stands = [2, 7] if "MANIFEST" in stuck else [7]
+    assert [at.step for at in found.committed] == stands
+    assert len(found.leftovers) == (0 if "MANIFEST" in stuck else 1)
+    saved(raw, 1.0, 8, keep_last=1).close()
+    assert [at.step for at in open_repository(raw).survey().committed] == [8]
+    assert not open_repository(raw).survey().leftovers
+
+
 FOREIGN_FILES = [
     "checkpoint-3-best-KEEP/model.bin",
     "checkpoint-10-merged/model.bin",

@@ -58,7 +58,7 @@ from asymcheck.storage.names import (
 )
 from asymcheck.storage.reader import OpenCheckpoint, keys_of, open_checkpoint
 from asymcheck.storage.sealed import Fields, seal, unseal
-from asymcheck.storage.store import Store, read_all, write_whole
+from asymcheck.storage.store import Store, delete_each, read_all, write_whole
 
 _log = logging.getLogger(__name__)
 
@@ -374,7 +374,8 @@ class Repository:
         Returns:
             The checkpoints removed.
         """
-        self.finish()
+        # What cannot be removed is told at the end: it must not keep the rest from going.
+        self._condemned, failure = delete_each(self.store, self._condemned)
         listing = self.survey()
         parents: Parents = self.parents()
         lineage = lineage_of(newest.attempt, parents, listing.committed)
@@ -385,13 +386,19 @@ class Repository:
         gone = [c for c in lineage if c < newest and c not in kept]
         gone += abandoned_by(newest.attempt, parents, listing.committed)
         self.remove(gone, listing)
+        if failure is not None:
+            raise failure
         return gone
 
     def remove(self, gone: Sequence[CheckpointId], listing: Listing) -> None:
         """Remove the manifests of committed checkpoints; their packs go at ``finish``."""
-        for at in gone:
-            self.store.delete(manifest_name(at))
-            self._condemned += [o.name for o in listing.committed[at].objects]
+        names = [manifest_name(at) for at in gone]
+        left, failure = delete_each(self.store, names)
+        for at, name in zip(gone, names, strict=True):
+            if name not in left:
+                self._condemned += [o.name for o in listing.committed[at].objects]
+        if failure is not None:
+            raise failure
 
     def remove_leftovers(self, listing: Listing, before: int) -> list[str]:
         """Remove the left-overs of attempts older than ``before``; returns their names."""
@@ -409,9 +416,9 @@ class Repository:
 
     def finish(self) -> None:
         """Remove the objects of checkpoints whose manifests are gone."""
-        while self._condemned:
-            self.store.delete(self._condemned[-1])
-            self._condemned.pop()
+        self._condemned, failure = delete_each(self.store, self._condemned)
+        if failure is not None:
+            raise failure
 
     def _attempt_numbers(self) -> list[int]:
         found = (parse_attempt_name(e.name) for e in self.store.list(ATTEMPTS_FOLDER))

@@ -12,7 +12,7 @@ medium keeps the same promises (``asymcheck.testing.StoreSuite`` holds them to i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -180,6 +180,18 @@ def write_whole(store: Store, name: str, parts: Iterable[Buffer]) -> int:
             retryable=True,
         )
     return taken
+
+
+def delete_each(store: Store, names: Sequence[str]) -> tuple[list[str], StoreError | None]:
+    """Try to delete each; what is left, and the first failure."""
+    left, first = [], None
+    for name in names:
+        try:
+            store.delete(name)
+        except StoreError as failure:
+            left.append(name)
+            first = first or failure
+    return left, first
 
 
 class StoreFactory(Protocol):
