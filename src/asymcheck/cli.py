@@ -38,9 +38,10 @@ from asymcheck.rendering import (
     tree_lines,
 )
 from asymcheck.storage.index import Index
+from asymcheck.storage.listing import Damage
 from asymcheck.storage.manifest import Manifest
 from asymcheck.storage.reader import OpenCheckpoint, spoken
-from asymcheck.storage.repository import Damage, Repository
+from asymcheck.storage.repository import Repository
 from asymcheck.storage.sealed import dump_metric
 from asymcheck.upkeep import (
     PrunePlan,

@@ -18,7 +18,8 @@ from asymcheck.memory.arena import slots_of
 from asymcheck.memory.host import mount_of
 from asymcheck.planning.layout import PAGE_BYTES, MiB
 from asymcheck.rendering import count_text, size_text
-from asymcheck.storage.repository import Listing, Repository, open_repository
+from asymcheck.storage.listing import Listing
+from asymcheck.storage.repository import Repository, open_repository
 from asymcheck.storage.store import Store
 
 _LITTLE_DISK_BYTES = 1024 * MiB

@@ -24,8 +24,9 @@ from asymcheck.events import Stage, timed
 from asymcheck.planning.layout import CHUNK_BYTES
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.index import TREE_KEY, Chunk, Index, Leaf
+from asymcheck.storage.listing import Listing
 from asymcheck.storage.reader import OpenCheckpoint
-from asymcheck.storage.repository import Listing, Repository
+from asymcheck.storage.repository import Repository
 
 _LOOKS = 100
 """How often a restore looks again because a writer removed what it was about to read."""

@@ -21,10 +21,11 @@ from asymcheck.errors import (
 )
 from asymcheck.planning.retention import CheckpointId, Retention, abandoned_by, lineage_of
 from asymcheck.storage.index import TREE_KEY, Index
+from asymcheck.storage.listing import Damage, Listing
 from asymcheck.storage.manifest import Manifest
 from asymcheck.storage.names import attempt_name, manifest_name
 from asymcheck.storage.reader import OpenCheckpoint
-from asymcheck.storage.repository import Damage, Listing, Repository
+from asymcheck.storage.repository import Repository
 from asymcheck.storage.store import read_all
 
 Standing = Literal["newest", "ok", "abandoned", "separate", "foreign", "damaged", "newer"]

@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 
 from asymcheck.errors import (
     CorruptCheckpoint,
@@ -34,6 +33,7 @@ from asymcheck.planning.retention import (
     lineage_of,
 )
 from asymcheck.storage.index import Index, dump_index
+from asymcheck.storage.listing import Damage, Listing, same_checkpoint, wrong_length
 from asymcheck.storage.manifest import (
     FORMAT_LINE,
     Attempt,
@@ -65,48 +65,6 @@ _log = logging.getLogger(__name__)
 _LOOKS = 100  # a bound; each look again means that a writer did something meanwhile
 _STARTS = 1000  # more jobs than will ever start at the same moment
 _RECORD_BYTES = 1 << 16  # more than any attempt record, RUN.json or FORMAT needs
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """A manifest whose checkpoint does not exist, and why; or a finding of ``verify``.
-
-    Attributes:
-        at: The checkpoint.
-        where: The object, with the byte offset where one is known.
-        why: What is wrong.
-        keys: The tensors that are hit.
-        at_byte: Where the chunk that is hit begins in the object.
-        newer: Whether it is intact, and only a newer release can read it.
-    """
-
-    at: CheckpointId
-    where: str
-    why: str
-    keys: tuple[str, ...] = ()
-    at_byte: int | None = None
-    newer: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """What a repository held at one moment.
-
-    Attributes:
-        committed: Existing checkpoints of this run.
-        damaged: Manifests of this run (or of none that can be told) that name no existing one.
-        foreign: Manifests of other runs: never counted, never removed.
-        leftovers: Objects of this format that no manifest names.
-    """
-
-    committed: Mapping[CheckpointId, Manifest]
-    damaged: Sequence[Damage]
-    foreign: Sequence[CheckpointId]
-    leftovers: Sequence[tuple[CheckpointId, str]]
-
-    def leftovers_before(self, attempt: int) -> list[str]:
-        """The left-overs that a writer of ``attempt`` or a later one cannot be working on."""
-        return [name for at, name in self.leftovers if at.attempt < attempt]
 
 
 class Repository:
@@ -164,20 +122,20 @@ class Repository:
                     raise
                 newer = isinstance(failure, IncompatibleCheckpoint)
                 damaged.append(Damage(parsed.at, name, str(failure), newer=newer))
-                named.update(n for n in sizes if _same_checkpoint(n, parsed.at))
+                named.update(n for n in sizes if same_checkpoint(n, parsed.at))
                 continue
             named.update((name, *(o.name for o in manifest.objects)))
             if manifest.run != self.run:
                 foreign.append(manifest.at)
                 continue
-            problem = _wrong_length(manifest, sizes)
+            problem = wrong_length(manifest, sizes)
             if problem is not None:
                 # The listing may have raced with a commit or a removal: look at it alone.
                 now = {e.name: e.nbytes for e in self.store.list(step_folder(manifest.at.step))}
                 if name not in now:
                     settled = False
                     continue
-                problem = _wrong_length(manifest, now)
+                problem = wrong_length(manifest, now)
             if problem is None:
                 committed[manifest.at] = manifest
             else:
@@ -360,7 +318,7 @@ class Repository:
         except SupersededWriter:
             # It may have taken our objects for left-overs before it could see the manifest.
             sizes = {e.name: e.nbytes for e in self.store.list(step_folder(index.at.step))}
-            if _wrong_length(committed, sizes) is not None:
+            if wrong_length(committed, sizes) is not None:
                 raise
         return committed
 
@@ -411,7 +369,7 @@ class Repository:
         """Remove every object of a checkpoint that could not be committed."""
         names = [e.name for e in self.store.list(step_folder(at.step))]
         for name in sorted(names, key=lambda n: n != manifest_name(at)):
-            if _same_checkpoint(name, at):
+            if same_checkpoint(name, at):
                 self.store.delete(name)
 
     def finish(self) -> None:
@@ -427,21 +385,6 @@ class Repository:
 
 def _room(buffer: bytearray, nbytes: int) -> bytearray:
     return buffer if len(buffer) >= nbytes else bytearray(nbytes)
-
-
-def _same_checkpoint(name: str, at: CheckpointId) -> bool:
-    parsed = parse_name(name)
-    return parsed is not None and parsed.at == at
-
-
-def _wrong_length(manifest: Manifest, sizes: Mapping[str, int]) -> Damage | None:
-    for stored in manifest.objects:
-        found = sizes.get(stored.name)
-        if found != stored.nbytes:
-            state = "is missing" if found is None else f"has {found} bytes"
-            why = f"{stored.name} {state}, the manifest says {stored.nbytes} bytes"
-            return Damage(manifest.at, stored.name, why)
-    return None
 
 
 # --- opening ----------------------------------------------------------------
