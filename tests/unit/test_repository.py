@@ -88,6 +88,7 @@ def state_of(value: float) -> dict[str, object]:
 
 
 def saved(root: object, value: float, *steps: int, **options: object) -> Checkpointer:
+    options.setdefault("persist", "thread")  # quicker, where who writes is not the point
     ckpt = Checkpointer(root, state=state_of(value), **options)
     ckpt.restore()
     for step in steps:
@@ -707,7 +708,7 @@ def test_readers_restore_while_a_writer_saves_and_removes(tmp_path: Path) -> Non
     for reader in readers:
         assert reader.hear() == "ready"
     tensor = torch.zeros(8)
-    with Checkpointer(tmp_path, state={"w": tensor}, keep_last=1) as writer:
+    with Checkpointer(tmp_path, state={"w": tensor}, keep_last=1, persist="thread") as writer:
         writer.restore()
         for step in range(2, 61):
             tensor.fill_(step)
@@ -725,7 +726,7 @@ def test_two_writers_that_apply_retention_at_once_remove_no_newest(tmp_path: Pat
 
     def work(say: Say) -> None:
         tensor = torch.zeros(8)
-        ckpt = Checkpointer(tmp_path, state={"w": tensor}, keep_last=1)
+        ckpt = Checkpointer(tmp_path, state={"w": tensor}, keep_last=1, persist="thread")
         start = ckpt.restore()
         try:
             for step in range(start + 1, start + 30):

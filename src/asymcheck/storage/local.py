@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import itertools
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ from asymcheck.storage.store import Buffer, Capabilities, Entry, Readable, check
 
 TEMP_FOLDER = ".tmp"
 """No object name starts with a dot, so no object can lie there."""
-_TEMP_NAME = re.compile(r"[0-9a-f]{32}-[0-9]+")
+_TEMP_NAME = re.compile(r"[0-9a-f]{32}")
 _RETRY_S = (0.0, 0.01, 0.05, 0.2, 0.5)
 _TRANSIENT = {errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -139,8 +138,6 @@ class LocalStore:
     def __init__(self, root: str | os.PathLike[str], files: Files | None = None) -> None:
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
         self._files = files or Files()
-        self._serial = itertools.count()
-        self._token = uuid.uuid4().hex
         self._direct = hasattr(os, "O_DIRECT")
         self._durable: set[Path] = set()  # folders whose names this store has seen synced
 
@@ -267,7 +264,7 @@ class LocalStore:
         self, path: Path, parts: Iterable[Buffer], give_name: Callable[[Path, Path], None]
     ) -> int:
         temp_folder = self.root / TEMP_FOLDER
-        temp = temp_folder / f"{self._token}-{next(self._serial)}"
+        temp = temp_folder / uuid.uuid4().hex  # a fork must not draw the names of its parent
         fd = _in_folder(temp_folder, self._make_temp_folder, lambda: self._files.open_new(temp))
         try:
             try:
