@@ -330,9 +330,12 @@ def _warm_memory() -> None:
     room = _table(Path("/proc/meminfo")).get("MemAvailable", 0)
     nbytes = min(_WARM_BYTES, room // 2)
     if nbytes:
-        with mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
-            with memoryview(area) as whole, whole[:: mmap.PAGESIZE] as pages:
-                pages[:] = bytes(len(pages))
+        with (
+            mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area,
+            memoryview(area) as whole,
+            whole[:: mmap.PAGESIZE] as pages,
+        ):
+            pages[:] = bytes(len(pages))
 
 
 def _in_short(record: dict[str, Any]) -> str:
