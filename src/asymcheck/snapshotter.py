@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import monotonic, perf_counter
 from typing import Literal
 
@@ -59,7 +59,8 @@ class _Active:
     lazily: bool
     eager_bytes: int
     canaries: bytes
-    uses: int = 2  # the copy and the persister
+    users: set[str] = field(default_factory=lambda: {"copy", "persister"})
+    is_compared: bool = False
     step_stall_s: float = 0.0
     fence_stall_s: float = 0.0
     dropped: DroppedCheckpoint | None = None
@@ -285,7 +286,7 @@ class Snapshotter:
         """Fill the handle's future with what both sides know. On the copying thread."""
 
         def done(future: Future[Durable]) -> None:
-            self._release(active)
+            self._release(active, "persister")
             failure = future.exception()
             if failure is not None:
                 if isinstance(failure, DroppedCheckpoint):
@@ -305,11 +306,11 @@ class Snapshotter:
 
         durable.add_done_callback(done)
 
-    def _release(self, active: _Active) -> None:
+    def _release(self, active: _Active, user: str) -> None:
         """The slot is free when neither the copy nor the persister uses it any more."""
         with self._lock:
-            active.uses -= 1
-            unused = active.uses == 0
+            unused = active.users == {user}
+            active.users.discard(user)
         if unused:
             self._arena.free(active.copy.slot)
 
@@ -330,11 +331,11 @@ class Snapshotter:
             if active is None:
                 return
             start_s = perf_counter()
-            active.copy.hold_updates()  # interrupted: the next call fences
-            self._active = None
+            active.copy.hold_updates()
             active.fence_stall_s = perf_counter() - start_s
             self._sink(Span(Stage.FENCE, active.copy.step, start_s, active.fence_stall_s))
             self._seal(active)
+            self._active = None  # not before: what was interrupted is made again by the next call
 
     def settle(self) -> None:
         """Seal what was captured, when its copy is complete; never blocks."""
@@ -342,6 +343,7 @@ class Snapshotter:
             self.fence()
 
     def _seal(self, active: _Active) -> None:
+        """Compare, and have the slot sealed or dropped; again goes on where it was left."""
         copy = active.copy
         key = copy.changed_leaf()
         if not active.lazily:
@@ -351,32 +353,36 @@ class Snapshotter:
                 self._drops = 0
             copy.forget()
             return
-        if key is not None:
+        if key is not None and not active.is_compared:
             active.dropped = DroppedCheckpoint(
                 copy.step,
                 key,
                 f"{key!r} was written to before its copy was complete, by code that is not an "
                 f"optimizer's update: call checkpointer.fence() before such code",
             )
+        active.is_compared = True
         copy.when_copied(lambda: self._conclude(active))
 
     def _conclude(self, active: _Active) -> None:
         """The copy is complete and the state may change: seal the slot, or drop it."""
-        copy = active.copy
+        copy, captured = active.copy, active.handle.captured
+        if "copy" not in active.users:
+            return
         if copy.failure is not None:
             active.dropped = DroppedCheckpoint(copy.step, "", f"copying it raised {copy.failure!r}")
         if copy.duration_s:
             self._sink(Span(Stage.COPY, copy.step, copy.start_s, copy.duration_s, copy.lazy_bytes))
         if active.dropped is None:
-            copy.slot.copied_bytes = copy.placed.layout.image_bytes
             copy.slot.state = SlotState.SEALED
-            active.handle.captured.set_result(None)
+            if not captured.done():
+                captured.set_result(None)
         else:
             copy.slot.state = SlotState.DROPPED
-            active.handle.captured.set_exception(active.dropped)
+            if not captured.done():
+                captured.set_exception(active.dropped)
         if active.lazily:
             copy.forget()
-        self._release(active)
+        self._release(active, "copy")
 
     @staticmethod
     def _canaries_moved(active: _Active) -> bool:

@@ -56,7 +56,7 @@ class BenchOptions:
     size: str = "124m"
     systems: tuple[str, ...] = DEFAULT_SYSTEMS
     rounds: int = 5
-    steps: int = 20
+    steps: int = 15
     every: int = 5
     warmup: int = 2
     folder: Path = Path("runs/bench")
@@ -131,11 +131,11 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> list[dict[st
         "every": options.every,
         "warmup": options.warmup,
     }
+    if options.size != "tiny":
+        _warm_memory()
     records = []
     for round_number in range(1, options.rounds + 1):
         for position, system in enumerate(order_of(options.all_systems, round_number), start=1):
-            if options.size != "tiny":
-                _warm_memory()
             measured = _run(options, system, cores)
             record = {
                 **session,
@@ -324,16 +324,18 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def _warm_memory() -> None:
-    """Touch memory that the runs are going to use: a virtual machine may first have to get it
-    back from its host, which takes longer than anything that is measured here.
+    """Touch the memory that the runs are going to use: a virtual machine may first have to get
+    it from its host, and the first runs would pay for that.
     """
     room = _table(Path("/proc/meminfo")).get("MemAvailable", 0)
     nbytes = min(_WARM_BYTES, room // 2)
     if nbytes:
-        with mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
-            page = b"\1"
-            for at in range(0, nbytes, mmap.PAGESIZE):
-                area[at : at + 1] = page
+        with (
+            mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area,
+            memoryview(area) as whole,
+            whole[:: mmap.PAGESIZE] as pages,
+        ):
+            pages[:] = bytes(len(pages))
 
 
 def _in_short(record: dict[str, Any]) -> str:

@@ -152,7 +152,7 @@ def demo(
 def bench(
     size: Annotated[str, typer.Option(help="Size of GPT-2: 124m, tiny")] = "124m",
     rounds: Annotated[int, typer.Option(help="How often each system runs")] = 5,
-    steps: Annotated[int, typer.Option(help="Counted steps of a run")] = 20,
+    steps: Annotated[int, typer.Option(help="Counted steps of a run")] = 15,
     every: Annotated[int, typer.Option(help="Steps between two checkpoints")] = 5,
     warmup: Annotated[int, typer.Option(help="Steps before the counted ones")] = 2,
     systems: Annotated[

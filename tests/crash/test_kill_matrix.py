@@ -111,9 +111,12 @@ def train(say: Say, url: str, go: Path, stop: Callable[[Job, Callable[[], None]]
     say([job.step, job.digest()])
     say(job.persister.pid)
     stop(job, pause)
-    job.checkpointer.save(2)
-    job.update()
-    pause()
+    try:
+        job.checkpointer.save(2)
+        job.update()
+        pause()
+    except KeyboardInterrupt:
+        job.checkpointer._at_exit()  # what the end of the interpreter calls
     job.checkpointer.close()
 
 
@@ -252,7 +255,7 @@ TRAINER_POINTS = {
 
 
 @pytest.mark.parametrize("point", TRAINER_POINTS)
-@pytest.mark.parametrize("victim", ["trainer", "both"])
+@pytest.mark.parametrize("victim", ["trainer", "trainer by SIGTERM", "both"])
 def test_a_trainer_killed_at_any_point_loses_only_what_was_not_sealed(
     matrix: Matrix, point: str, victim: str
 ) -> None:
@@ -260,11 +263,26 @@ def test_a_trainer_killed_at_any_point_loses_only_what_was_not_sealed(
     child = matrix.start(stop)
     assert child.hear() == "there"
     persister = matrix.persister
-    child.kill()
+    number = signal.SIGTERM if "SIGTERM" in victim else signal.SIGKILL
+    os.kill(child.pid, number)
     if victim == "both":
         kill(persister)
     matrix.next_start(newest)
-    assert child.wait().was_killed
+    assert child.wait().status == -number
+
+
+@pytest.mark.parametrize("point", TRAINER_POINTS)
+def test_ctrl_c_at_any_point_of_the_trainer_loses_nothing_that_was_taken(
+    matrix: Matrix, point: str
+) -> None:
+    child = matrix.start(TRAINER_POINTS[point][0])
+    assert child.hear() == "there"
+    os.kill(child.pid, signal.SIGINT)
+    matrix.go.touch()  # the copying thread goes on
+    assert child.wait().status == 0
+    assert list(slots_of(SHARED_MEMORY, matrix.run)) == []
+    # In the middle of the eager copy there was nothing yet that could be saved.
+    matrix.next_start(1 if point == "eager" else 2)
 
 
 @pytest.mark.parametrize("point", TRAINER_POINTS)
@@ -325,6 +343,22 @@ def test_what_is_sealed_survives_a_kill_at_any_point_of_the_persister(
     matrix.next_start(2)
     if victim != "persister":
         assert child.wait().was_killed
+
+
+@pytest.mark.parametrize("point", ["flush, mid pack", "index, after", "manifest, before"])
+def test_ctrl_c_while_the_persister_is_at_any_point_waits_for_it(
+    matrix: Matrix, point: str
+) -> None:
+    child = matrix.start(_nowhere, f"{PERSISTER_POINTS[point]}&do=stop")
+    assert child.hear() == "there"
+    persister = matrix.persister
+    until(lambda: is_stopped(persister), f"the persister stops at {point}")
+    os.kill(persister, signal.SIGINT)  # not for it
+    os.kill(child.pid, signal.SIGINT)
+    os.kill(persister, signal.SIGCONT)
+    assert child.wait().status == 0
+    assert ProcessId.of(persister).start == 0
+    matrix.next_start(2)
 
 
 @pytest.mark.parametrize("point", ["flush, mid pack", "manifest, after"])
@@ -476,7 +510,7 @@ class Script:
 
     def read_until(self, *words: str) -> None:
         assert self.process.stdout is not None
-        while list(words) != self.lines[-1:][0:1] and [*words] not in self.lines:
+        while [*words] not in self.lines:
             line = self.process.stdout.readline()
             assert line, self.end()
             self.lines.append(line.split())

@@ -716,6 +716,37 @@ def test_ctrl_c_while_the_update_waits_tears_nothing(train: Callable[..., Traini
     assert same(training.stored(1), expected)
 
 
+@pytest.mark.parametrize("stage", [Stage.FENCE, Stage.COPY])
+@pytest.mark.parametrize("changed", [False, True])
+def test_ctrl_c_in_the_middle_of_the_seal_is_made_good_by_the_next_call(
+    train: Callable[..., Training], stage: Stage, changed: bool
+) -> None:
+    training = train()
+    expected = training.live()
+    handle = training.checkpointer.save(1)
+    if changed:
+        with torch.no_grad():
+            training.weight.add_(1)
+    interrupts = iter([True])
+
+    def sink(span: Span) -> None:
+        if span.stage is stage and next(interrupts, False):
+            signal.raise_signal(signal.SIGINT)
+
+    training.checkpointer._snapshotter._sink = sink  # type: ignore[union-attr]
+    with pytest.raises(KeyboardInterrupt):
+        training.checkpointer.fence()
+    if changed:
+        assert _dropped(handle.durable).key == "m/0.weight"
+    else:
+        assert handle.durable.result(WAIT_S).step == 1
+        assert same(training.stored(1), expected)
+    training.update()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        assert training.checkpointer.save(2).durable.result(WAIT_S).step == 2
+
+
 def test_a_close_that_was_interrupted_can_be_made_again(
     train: Callable[..., Training], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -284,7 +284,7 @@ class LazyCopy:
     def forget(self) -> None:
         """Let go of the sources: whoever keeps the handle of a save keeps no memory."""
         self.placed = _NOTHING
-        self._watched, self._canaries, self._device = [], [], None
+        self._watched, self._versions, self._canaries, self._device = [], [], [], None
 
     def _copy(self, between: Callable[[], None]) -> None:
         into = np.frombuffer(self.slot.image, np.uint8)
