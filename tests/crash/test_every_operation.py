@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from asymcheck import Checkpointer
+from asymcheck import Checkpointer, handover
 from asymcheck.errors import CheckpointError, NoCheckpoint
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.recovery import CheckpointWarning
@@ -47,6 +47,14 @@ def quick_path() -> Iterator[Path]:
     usable = memory.is_dir() and os.access(memory, os.W_OK)
     with TemporaryDirectory(prefix="asymcheck-test-", dir=memory if usable else None) as made:
         yield Path(made)
+
+
+@pytest.fixture(autouse=True)
+def no_search_for_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who writes here is a thread; to look through all processes of a machine would take
+    longer than what is tested.
+    """
+    monkeypatch.setattr(handover, "persisters_of", lambda run: [])
 
 
 class NoSync(Files):
@@ -259,7 +267,9 @@ def operations_of_a_life(raw: Store) -> list[tuple[str, str]]:
 
 
 def faults(n: int, op: str) -> list[Fault]:
-    found = [Fault(at=n, do="EIO"), Fault(at=n, do="ENOSPC")]
+    found = [Fault(at=n, do="EIO")]
+    if op in ("write", "create", "open", "read"):  # one that may work at another try
+        found.append(Fault(at=n, do="ENOSPC"))
     if op in CHANGING:
         found.append(Fault(at=n, do="EIO", when="after"))
     if op == "write":
@@ -277,6 +287,8 @@ def test_an_error_at_any_operation_is_raised_once_and_the_next_save_works(
         op for op, _ in operations
     }
     for n, (op, name) in list(enumerate(operations, 1))[part::N_PARTS]:
+        if not again and op not in ("write", "create", "list", "free_bytes"):
+            continue  # no save fails: there is none to make again
         for fault in faults(n, op) if again else faults(n, op)[:1]:
             raw, log = MemoryStore(), Log()
             with warnings.catch_warnings():
@@ -348,7 +360,7 @@ def test_a_power_cut_at_any_system_call_loses_nothing_that_was_durable(
         store, log = PowerCutStore(quick_path / f"{n}" / "root", cut_at=n), Log()
         live_until_the_power_is_cut(store, log)
         assert store.files.is_off == (n <= calls)
-        for mode in ("lost", "names", "mixed"):
+        for mode in ("lost", "names"):
             after = quick_path / f"{n}" / mode
             store.files.after_power_cut(after, mode, seed=n)
             try:
