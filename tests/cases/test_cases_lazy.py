@@ -959,4 +959,6 @@ def test_the_workers_of_a_loader_hold_the_end_of_nothing(tmp_path: Path) -> None
             until(lambda: persister.pid != first, "the dead persister is replaced")
     recorder.check()
     recorder.checkpointer.close()
+    with Checkpointer(tmp_path / "root", state={"m": model, "o": optimizer}) as again:
+        assert again.restore() == 6  # also sweeps what the killed persister was writing
     _nothing_left(tmp_path / "root", [1, 2, 3, 4, 5, 6])

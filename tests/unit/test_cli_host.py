@@ -427,7 +427,7 @@ def test_on_a_terminal_it_asks_and_a_no_changes_nothing(
 
 
 def leave_files(root: Path, attempt: int) -> tuple[Path, Path]:
-    temp = root / TEMP_FOLDER / ("0" * 32 + "-7")
+    temp = root / TEMP_FOLDER / ("0" * 32)
     temp.parent.mkdir(exist_ok=True)
     temp.write_bytes(b"half")
     pack = root / "step-00000009" / f"a{attempt:06d}-r0000-0001.pack"

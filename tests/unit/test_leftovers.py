@@ -245,7 +245,7 @@ def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
         patch.setattr("asymcheck.storage.repository.os.getpid", lambda: child.pid)
         Repository(found.store, found.run).claim(None)
     (tmp_path / "r" / TEMP_FOLDER).mkdir(exist_ok=True)
-    (tmp_path / "r" / TEMP_FOLDER / f"{'0' * 32}-1").write_bytes(b"half")
+    (tmp_path / "r" / TEMP_FOLDER / ("0" * 32)).write_bytes(b"half")
     return found
 
 
@@ -277,7 +277,7 @@ def test_a_start_after_the_plan_was_made_keeps_its_files(
     assert isinstance(on_disk.store, LocalStore)
     folder = on_disk.store.root / TEMP_FOLDER
     folder.mkdir(exist_ok=True)
-    (folder / f"{'1' * 32}-1").write_bytes(b"of the new one")
+    (folder / ("1" * 32)).write_bytes(b"of the new one")
     assert mend(plan, tmp_path).temp_files == 0
     assert temp_files(on_disk) == 1
 
