@@ -6,6 +6,7 @@ public calls come from the training thread.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import threading
 import time
@@ -435,6 +436,7 @@ class Snapshotter:
         )
 
 
+@functools.cache  # it reads files, and a process never changes its libraries
 def _versions() -> dict[str, str]:
     return {
         "asymcheck": importlib.metadata.version("asymcheck"),
