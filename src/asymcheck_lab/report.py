@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -35,16 +35,12 @@ def _bars(console: Console) -> Progress:
     )
 
 
-class TrainingBar:
-    """Shows one training: where it started, how far it is, its loss. Use it in a ``with``."""
+class _Shown:
+    """Bars that are on the terminal while its ``with`` block runs."""
 
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console = console
-        self._steps = steps
-        self._bars = _bars(console)
-        self._task = self._bars.add_task("training", total=steps, loss="", end="")
+    _bars: Progress
 
-    def __enter__(self) -> TrainingBar:
+    def __enter__(self) -> Self:
         self._bars.start()
         return self
 
@@ -55,6 +51,16 @@ class TrainingBar:
         trace: TracebackType | None,
     ) -> None:
         self._bars.stop()
+
+
+class TrainingBar(_Shown):
+    """Shows one training: where it started, how far it is, its loss. Use it in a ``with``."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._bars = _bars(console)
+        self._task = self._bars.add_task("training", total=steps, loss="", end="")
 
     def started(self, report: RestoreReport) -> None:
         """See ``Observer``."""
@@ -93,7 +99,7 @@ def show_training(console: Console, log: Path, root: str | None, result: Result)
         )
 
 
-class DemoBars(demo.Progress):
+class DemoBars(_Shown, demo.Progress):
     """Shows the demo's processes, one bar each. Use it in a ``with``."""
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -103,18 +109,6 @@ class DemoBars(demo.Progress):
         self._task = self._bars.add_task("", visible=False, loss="", end="")
         self._title = ""
         self._last: StepRecord | None = None
-
-    def __enter__(self) -> DemoBars:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bars.stop()
 
     def begun(self, title: str) -> None:
         """See ``Progress``."""
