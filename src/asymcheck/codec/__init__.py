@@ -1,0 +1,1 @@
+"""The codec room: arrays and compression libraries, no torch, no files."""
