@@ -259,6 +259,17 @@ def test_bytes_of_no_format_are_refused_by_every_parser(data: bytes) -> None:
                 parse(given_bytes, "here")
 
 
+@pytest.mark.parametrize(("name", "parse"), [(MANIFEST, parse_manifest), (INDEX, parse_index)])
+@pytest.mark.parametrize("row", [7, {"name": 7, "bytes": 1}, {"name": "x", "bytes": "1"}])
+def test_a_pack_that_is_none_is_told_with_the_object_that_names_it(
+    name: str, parse: Callable[[bytes, str], object], row: object
+) -> None:
+    value = unseal(saved()[0][name], name)
+    with pytest.raises(CorruptCheckpoint) as caught:
+        parse(seal({**value, "packs": [row]}), name)
+    assert caught.value.where == name
+
+
 def sealed_body(body: bytes) -> bytes:
     """A valid seal over any bytes."""
     return body + f',"hash":"{digest(body)}"}}\n'.encode("ascii")

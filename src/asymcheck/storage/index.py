@@ -311,5 +311,5 @@ def chunks_of(leaf: Leaf, chunks: Sequence[Chunk]) -> list[Chunk]:
 
 def parse_objects(get: Fields, name: str) -> tuple[StoredObject, ...]:
     """A list of named objects with their sizes."""
-    rows = (Fields(row, name, ("name", "bytes")) for row in get.items(name))
+    rows = (Fields(row, get.where, ("name", "bytes")) for row in get.items(name))
     return tuple(StoredObject(r.text("name"), r.integer("bytes")) for r in rows)

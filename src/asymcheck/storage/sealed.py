@@ -72,20 +72,24 @@ def short(value: object) -> str:
 
 
 class Fields:
-    """Typed access to a parsed object: a missing, ill-typed or unknown member is damage."""
+    """Typed access to a parsed object: a missing, ill-typed or unknown member is damage.
+
+    Attributes:
+        where: The object, for messages.
+    """
 
     def __init__(self, value: object, where: str, known: Iterable[str]) -> None:
         if not isinstance(value, dict):
             raise CorruptCheckpoint(where, f"expected an object, found {type(value).__name__}")
         self._value: dict[str, Any] = value
-        self._where = where
+        self.where = where
         unknown = sorted(value.keys() - set(known))
         if unknown:
             raise CorruptCheckpoint(where, f"unknown member {short(unknown[0])}")
 
     def fail(self, message: str) -> CorruptCheckpoint:
         """The error to raise about this object."""
-        return CorruptCheckpoint(self._where, message)
+        return CorruptCheckpoint(self.where, message)
 
     def integer(self, name: str, low: int = 0, high: int = _MAX_INT) -> int:
         """An integer member in ``[low, high]``."""
