@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy._core._rational_tests import rational
 
 from asymcheck import Checkpointer, CorruptCheckpoint, IncompatibleCheckpoint, StateError
 from asymcheck.device.tensors import Target, can_cast, copy_out, dense_order, new_tensor, slabs
@@ -433,6 +434,10 @@ NUMPY = {
 }
 
 
+class _Void(np.void):
+    """Bytes that mean something to somebody."""
+
+
 def test_every_kind_of_numpy_array_comes_back() -> None:
     fresh: dict[str, np.ndarray] = {}
     live = {k: np.zeros(v.shape, v.dtype) for k, v in NUMPY.items()}
@@ -479,8 +484,10 @@ def test_elements_of_an_odd_size_may_lie_across_chunks() -> None:
         np.array([{}, None]),
         np.zeros(2, dtype=[("a", "i4"), ("b", "f8")]),
         np.array(["a", "bc"], dtype=np.dtypes.StringDType()),
+        np.array([rational(1, 2)]),  # as bfloat16 is: a type of another package, text "<V8"
+        np.zeros(2, dtype=(_Void, 8)),
     ],
-    ids=["objects", "structured", "variable text"],
+    ids=["objects", "structured", "variable text", "of another package", "own scalars"],
 )
 def test_an_array_that_holds_more_than_plain_values_is_refused(array: np.ndarray) -> None:
     with pytest.raises(StateError, match=r"plain columns") as caught:

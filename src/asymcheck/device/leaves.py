@@ -19,6 +19,7 @@ from asymcheck.device.tensors import (
     dense_order,
     dtype_name,
     dtype_of,
+    is_plain,
     is_supported,
     new_tensor,
 )
@@ -134,20 +135,16 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _numpy_source(key: str, array: np.ndarray[Any, Any]) -> tuple[Source, object]:
-    if array.dtype.hasobject or array.dtype.names is not None or not _has_a_name(array.dtype):
+    if not is_plain(array.dtype):
         raise StateError(
-            key, f"a numpy array of dtype {array.dtype} is not supported: use plain columns"
+            key,
+            f"a numpy array of dtype {array.dtype} is not supported: expected a dtype of numpy's "
+            f"own without fields or objects; use plain columns, a tensor, or array.view(…) as "
+            f"numbers of the same size",
         )
     dtype = NUMPY_PREFIX + array.dtype.str
     source = Source(key, array, dtype, array.shape, (), array.nbytes)
     return source, _numpy_identity(array) if array.nbytes else None
-
-
-def _has_a_name(dtype: np.dtype[Any]) -> bool:
-    try:
-        return np.dtype(dtype.str) == dtype
-    except TypeError:
-        return False
 
 
 def _numpy_identity(array: np.ndarray[Any, Any]) -> tuple[object, ...]:

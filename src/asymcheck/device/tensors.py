@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 from math import prod
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -29,6 +29,21 @@ def dtype_of(name: str) -> torch.dtype | None:
     """The torch dtype of that name, ``None`` where this torch has none that can be saved."""
     found = getattr(torch, name, None)
     return found if isinstance(found, torch.dtype) and name not in _QUANTIZED else None
+
+
+def is_plain(dtype: np.dtype[Any]) -> bool:
+    """Whether a numpy dtype's text names it, so that its values can be made again from bytes.
+
+    Not so where there are fields or objects, and for a type of another package: the text of
+    ``bfloat16``, say, is that of any two bytes.
+    """
+    if dtype.hasobject or dtype.names is not None:
+        return False
+    try:
+        named = np.dtype(dtype.str)
+    except TypeError:
+        return False
+    return named == dtype and named.type is dtype.type
 
 
 def can_cast(stored: str, to: torch.dtype) -> bool:
