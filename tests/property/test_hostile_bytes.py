@@ -34,7 +34,7 @@ from asymcheck.errors import (
 from asymcheck.planning.layout import Extent, lay_out
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.flush import Encoded, flush
-from asymcheck.storage.index import TREE_KEY, Index, Leaf, parse_index
+from asymcheck.storage.index import TREE_KEY, Index, Leaf, Loss, dump_index, parse_index
 from asymcheck.storage.manifest import (
     check_format_line,
     parse_attempt,
@@ -496,6 +496,18 @@ FORBIDDEN = {
         chunks=[_chunk(0, (16 << 20) + 1)], packs=[{"name": PACK, "bytes": (16 << 20) + 1}]
     ),
     "a raw chunk of another length": _index(chunks=[_chunk(0, 21, stored=20)]),
+    "a codec of no name": _index(chunks=[_chunk(0, 21, codec="")]),
+    "a codec of a long name": _index(chunks=[_chunk(0, 21, codec="z" * 41)]),
+    "a codec in capitals": _index(chunks=[_chunk(0, 21, codec="ZSTD")]),
+    "a codec and a line feed": _index(chunks=[_chunk(0, 21, codec="zstd\n")]),
+    "a codec that is a path": _index(chunks=[_chunk(0, 21, codec="../z")]),
+    "losses that are no list": _index(losses={}),
+    "a loss of too few values": _index(losses=[["exp_avg", "q8", 0.5, 0.1]]),
+    "a loss of a kind that is no text": _index(losses=[[1, "q8", 0.5, 0.1, 21]]),
+    "a loss of a garbled codec": _index(losses=[["exp_avg", "Q8", 0.5, 0.1, 21]]),
+    "a loss of a negative error": _index(losses=[["exp_avg", "q8", -0.5, 0.1, 21]]),
+    "a loss of no error": _index(losses=[["exp_avg", "q8", 0.5, "nan", 21]]),
+    "a loss of half a byte": _index(losses=[["exp_avg", "q8", 0.5, 0.1, 0.5]]),
     "a hash that is none": _index(chunks=[_chunk(0, 21, hash="0" * 31)]),
     "a hash in capitals": _index(chunks=[_chunk(0, 21, hash="A" * 32)]),
     "a hash and a line feed": _index(chunks=[_chunk(0, 21, hash="0" * 32 + "\n")]),
@@ -577,9 +589,19 @@ def test_a_newer_manifest_is_intact_and_cannot_be_read_here(changes: dict[str, A
         parse_manifest(seal(_manifest(**changes, unknown_here=1)), MANIFEST)
 
 
-def test_a_codec_that_is_not_known_here_needs_a_newer_release() -> None:
-    with pytest.raises(IncompatibleCheckpoint, match=r"codec 'zstd'.*install a newer"):
-        parse_index(seal(_index(chunks=[_chunk(0, 21, codec="zstd")])), INDEX)
+@pytest.mark.parametrize("codec", ["zstd", "0", "blosc2+shuffle.9-x_y", "z" * 40])
+def test_a_codec_may_have_any_name_of_the_grammar_and_any_length_stored(codec: str) -> None:
+    packs = [{"name": PACK, "bytes": 9}]
+    index = parse_index(
+        seal(_index(chunks=[_chunk(0, 21, codec=codec, stored=9)], packs=packs)), INDEX
+    )
+    assert [(c.codec, c.stored_bytes) for c in index.chunks] == [(codec, 9)]
+
+
+def test_losses_are_read_as_they_were_written() -> None:
+    index = parse_index(seal(_index(losses=[["exp_avg", "q8", 0.5, 0, 21]])), INDEX)
+    assert index.losses == (Loss("exp_avg", "q8", 0.5, 0.0, 21),)
+    assert parse_index(dump_index(index), INDEX) == index
 
 
 def test_an_index_of_another_rank_or_run_under_a_right_name_is_damage() -> None:

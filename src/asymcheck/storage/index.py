@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asymcheck.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from asymcheck.errors import CorruptCheckpoint
 from asymcheck.planning.layout import CHUNK_BYTES, PAGE_BYTES, align_up
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.names import MAX_RANK, pack_name
@@ -27,7 +28,9 @@ TREE_KEY = ""
 """Key of the leaf that holds the non-tensor state as tagged JSON; no other leaf has it."""
 TREE_DTYPE = "json"
 
-CODECS = frozenset({"raw"})
+RAW = "raw"
+"""Codec of a chunk that is stored as the bytes of the image."""
+CODEC = re.compile(r"[a-z0-9][a-z0-9+._-]{0,39}\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,8 @@ class Chunk:
         pack: Position of its pack in the index's list.
         offset: Offset in the pack, a multiple of 4096.
         stored_bytes: Size in the pack.
-        codec: How the stored bytes were made from the raw ones.
+        codec: How the stored bytes were made from the raw ones. Who decodes knows which names
+            there are; here it is any name of the grammar.
         hash: xxh3-128 of the stored bytes.
     """
 
@@ -95,6 +99,25 @@ class StoredObject:
 
 
 @dataclass(frozen=True, slots=True)
+class Loss:
+    """What a lossy codec did to the leaves of one kind, as measured when they were encoded.
+
+    Attributes:
+        kind: Kind of leaf, for people, such as ``exp_avg``.
+        codec: The codec.
+        max_error: Greatest absolute difference of an element.
+        mean_error: Mean absolute difference.
+        nbytes: Raw bytes that went through it.
+    """
+
+    kind: str
+    codec: str
+    max_error: float
+    mean_error: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Index:
     """What one rank saved.
 
@@ -110,6 +133,7 @@ class Index:
         aliases: Further keys of leaves that are one tensor in memory: alias to key.
         chunks: Ascending in the image and in each pack.
         packs: The packs, in the order in which chunks refer to them.
+        losses: What lossy codecs changed; empty where every leaf is bit-equal.
     """
 
     run: str
@@ -123,6 +147,7 @@ class Index:
     aliases: Mapping[str, str]
     chunks: tuple[Chunk, ...]
     packs: tuple[StoredObject, ...]
+    losses: tuple[Loss, ...] = ()
 
     @property
     def leaf_bytes(self) -> int:
@@ -150,8 +175,14 @@ def dump_index(index: Index) -> bytes:
                 for c in index.chunks
             ],
             "packs": [{"name": p.name, "bytes": p.nbytes} for p in index.packs],
+            **({"losses": [_dump_loss(loss) for loss in index.losses]} if index.losses else {}),
         }
     )
+
+
+def _dump_loss(loss: Loss) -> list[Any]:
+    errors = [dump_metric(loss.max_error), dump_metric(loss.mean_error)]
+    return [loss.kind, loss.codec, *errors, loss.nbytes]
 
 
 def _dump_leaf(leaf: Leaf) -> dict[str, Any]:
@@ -172,7 +203,7 @@ def parse_index(data: bytes, where: str) -> Index:
 
     Raises:
         CorruptCheckpoint: It breaks any rule of the format.
-        IncompatibleCheckpoint: It is intact and of a version or codec that is not known here.
+        IncompatibleCheckpoint: It is intact and of a version that is not known here.
     """
     known = [
         "format",
@@ -188,6 +219,7 @@ def parse_index(data: bytes, where: str) -> Index:
         "aliases",
         "chunks",
         "packs",
+        "losses",
     ]
     raw = unseal(data, where)
     check_version(raw.get("format"), "asymcheck-index", where)
@@ -224,6 +256,9 @@ def parse_index(data: bytes, where: str) -> Index:
         aliases=aliases,
         chunks=chunks,
         packs=packs,
+        losses=tuple(
+            _parse_loss(row, where) for row in (get.items("losses") if get.has("losses") else ())
+        ),
     )
 
 
@@ -244,26 +279,35 @@ def _parse_leaf(row: object, where: str) -> Leaf:
     return leaf
 
 
+def _named(what: str, row: object, names: Sequence[str], where: str) -> Fields:
+    """A row, which is a list of that many values, by the names of its places."""
+    if not isinstance(row, list) or len(row) != len(names):
+        raise CorruptCheckpoint(where, f"{what}: expected {len(names)} values, found {short(row)}")
+    return Fields(dict(zip(names, row, strict=True)), where, names)
+
+
+def _parse_loss(row: Any, where: str) -> Loss:  # noqa: ANN401
+    names = ("kind", "codec", "max_error", "mean_error", "bytes")
+    get = _named("loss", row, names, where)
+    worst, mean = (number(get, row[i], names[i]) for i in (2, 3))
+    if not (worst >= 0 and mean >= 0):
+        raise get.fail(f"loss: expected errors from 0 on, found {worst} and {mean}")
+    return Loss(get.text("kind"), get.text("codec", CODEC), worst, mean, get.integer("bytes"))
+
+
 def _parse_chunk(row: object, where: str) -> Chunk:
     names = ("at", "nbytes", "pack", "offset", "stored_bytes", "codec", "hash")
-    if not isinstance(row, list) or len(row) != len(names):
-        raise CorruptCheckpoint(where, f"chunk: expected {len(names)} values, found {short(row)}")
-    get = Fields(dict(zip(names, row, strict=True)), where, names)
+    get = _named("chunk", row, names, where)
     chunk = Chunk(
         at=get.integer("at"),
         nbytes=get.integer("nbytes", 1, CHUNK_BYTES),
         pack=get.integer("pack"),
         offset=get.integer("offset"),
         stored_bytes=get.integer("stored_bytes", 1, 2 * CHUNK_BYTES),
-        codec=get.text("codec"),
+        codec=get.text("codec", CODEC),
         hash=get.text("hash", HASH),
     )
-    if chunk.codec not in CODECS:
-        raise IncompatibleCheckpoint(
-            f"{where}: a chunk is stored with codec {chunk.codec!r}; this release reads "
-            f"{sorted(CODECS)}: install a newer asymcheck"
-        )
-    if chunk.codec == "raw" and chunk.stored_bytes != chunk.nbytes:
+    if chunk.codec == RAW and chunk.stored_bytes != chunk.nbytes:
         raise get.fail(f"chunk at {chunk.at}: raw, yet {chunk.stored_bytes} of {chunk.nbytes} B")
     return chunk
 
