@@ -38,6 +38,7 @@ from asymcheck.planning.layout import PAGE_BYTES, Extent, align_up
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.flush import Encoded, flush
 from asymcheck.storage.index import Index
+from asymcheck.storage.manifest import parse_attempt
 from asymcheck.storage.repository import Repository
 from asymcheck.storage.store import open_store
 
@@ -332,6 +333,8 @@ class _Worker:
                 return
             if not fds:
                 raise OSError(errno.EMFILE, "a slot came without its descriptor: raise ulimit -n")
+            told = message["claims"]
+            self._repository.claims[:] = [parse_attempt(c.encode(), "claim") for c in told]
             token = message["slot"]
             for gone in self._slots.keys() - set(message["live"]):
                 self._slots.pop(gone).close(unlink=False)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from asymcheck.persist import (
 )
 from asymcheck.planning.retention import Retention
 from asymcheck.storage.local import LocalStore
+from asymcheck.storage.manifest import Attempt, dump_attempt
 from asymcheck.storage.repository import Repository
 from asymcheck.storage.store import Store
 
@@ -46,6 +48,7 @@ _START = (  # this very package, from wherever the trainer has it, and nothing e
 _PAUSE_S = 0.2
 _POLL_MS = 200
 _TAIL_BYTES = 2000
+_CLAIMS = 100  # as many as surely fit into a message; more than will ever fail one by one
 
 
 class Persister(Protocol):
@@ -128,6 +131,7 @@ class PersistProcess:
         sink: Receives spans, on a thread of this class.
         grace_s: How long an unsealed slot is waited for after SIGTERM.
         log_path: Where the process writes its log; ``None`` for a file without a name.
+        claims: As ``Repository.claims``, looked at with each slot.
 
     Raises:
         StoreError: The process could not be started.
@@ -142,7 +146,9 @@ class PersistProcess:
         sink: Sink,
         grace_s: float,
         log_path: Path | None,
+        claims: Sequence[Attempt] = (),
     ) -> None:
+        self._claims = claims
         self._config = json.dumps(
             {
                 "url": url,
@@ -229,6 +235,7 @@ class PersistProcess:
             "slot": job.slot.token,
             "path": str(job.slot.path) if job.slot.path else None,
             "live": self._arena.tokens(),
+            "claims": [dump_attempt(c).decode() for c in self._claims[-_CLAIMS:]],
         }
         self._send(message, job.slot.fd)
 
@@ -411,7 +418,9 @@ def start_persister(
         return PersistThread(repository, retention, sink)
     store = repository.store
     log_path = store.root / "persist.log" if isinstance(store, LocalStore) else None
-    return PersistProcess(store.url, repository.run, arena, retention, sink, grace_s, log_path)
+    return PersistProcess(
+        store.url, repository.run, arena, retention, sink, grace_s, log_path, repository.claims
+    )
 
 
 def _this_process() -> tuple[int, int]:

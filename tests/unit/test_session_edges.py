@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
 
 import asymcheck
 from asymcheck import recovery
-from asymcheck.errors import CaptureError, SupersededWriter
+from asymcheck.errors import CaptureError, StoreError, SupersededWriter
+from asymcheck.storage.local import LocalStore
 from asymcheck.storage.memory import MemoryStore
 from asymcheck.storage.repository import open_repository
 from asymcheck.storage.store import Buffer
@@ -58,3 +61,30 @@ def test_a_writer_that_is_overtaken_at_its_commit_leaves_no_manifest_without_pac
     assert not found.damaged
     assert not found.leftovers
     checkpointer.close()
+
+
+@pytest.mark.parametrize("persist", ["process", "thread"])
+def test_a_claim_that_failed_after_it_was_recorded_does_not_stop_its_own_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persist: Literal["process", "thread"]
+) -> None:
+    create = LocalStore.create
+
+    def create_and_fail(store: LocalStore, name: str, data: Any) -> bool:
+        create(store, name, data)
+        raise StoreError("the answer was lost", retryable=True)
+
+    model = torch.nn.Linear(4, 4)
+    with asymcheck.Checkpointer(tmp_path, state={"m": model}, persist=persist) as checkpointer:
+        checkpointer.save(5)
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStore, "create", create_and_fail)
+            for _ in range(2):
+                with pytest.raises(StoreError, match="the answer was lost"):
+                    checkpointer.save(5)
+        for step in (6, 7):
+            checkpointer.save(step)
+            checkpointer.wait(60)
+        assert checkpointer.steps()[-2:] == [6, 7]
+        open_repository(checkpointer._store).claim(None)
+        with pytest.raises(SupersededWriter):
+            checkpointer.save(8)
