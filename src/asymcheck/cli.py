@@ -340,12 +340,12 @@ class Mode(StrEnum):
 @reported
 def prune(
     root: Root,
-    keep_last: Annotated[int | None, typer.Option(min=1, help="Keep the newest so many.")] = None,
+    keep_last: Annotated[int | None, typer.Option(help="Keep the newest so many.")] = None,
     keep_every: Annotated[
-        int | None, typer.Option(min=1, help="Keep also steps that are a multiple of this.")
+        int | None, typer.Option(help="Keep also steps that are a multiple of this.")
     ] = None,
     keep_best: Annotated[
-        int | None, typer.Option(min=1, help="Keep also the best so many by --monitor.")
+        int | None, typer.Option(help="Keep also the best so many by --monitor.")
     ] = None,
     monitor: Annotated[str | None, typer.Option(help="The metric for --keep-best.")] = None,
     mode: Annotated[Mode, typer.Option(help="Whether a small or large one is good.")] = Mode.min,
@@ -374,16 +374,12 @@ def prune(
     everything of other runs. A job may be training meanwhile. Nothing is removed when the
     newest checkpoint turns out to be damaged.
     """
-    if keep_last is None and (keep_every is not None or keep_best is not None):
-        raise OptionError("--keep-last: expected a number with --keep-every or --keep-best")
-    if (keep_best is None) != (monitor is None):
-        raise OptionError("--keep-best, --monitor: expected both or neither")
+    retention = Retention(keep_last, keep_every, keep_best, monitor, mode.value)
     if keep_last is None and not (abandoned or separate or damaged or leftovers):
         raise OptionError(
             "nothing to remove was named: expected --keep-last, --abandoned, --separate, "
             "--damaged or --leftovers"
         )
-    retention = Retention(keep_last, keep_every, keep_best, monitor, mode.value)
     wanted = Wanted(retention, abandoned, separate, damaged, leftovers)
     repository = open_root(root)
     plan = plan_prune(repository, wanted)

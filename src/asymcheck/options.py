@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from asymcheck.errors import OptionError
 from asymcheck.planning.policy import Cadence, EverySeconds, EverySteps, Never
-from asymcheck.planning.retention import Retention
 
 T = TypeVar("T")
 
@@ -52,30 +51,6 @@ def make_cadence(every_steps: int | None, every_seconds: float | None) -> Cadenc
     if every_seconds is not None:
         return EverySeconds(every_seconds)
     return Never()
-
-
-def make_retention(
-    keep_last: int | None,
-    keep_every: int | None,
-    keep_best: int | None,
-    monitor: str | None,
-    mode: Literal["min", "max"],
-) -> Retention:
-    """The retention that the arguments ask for.
-
-    Raises:
-        OptionError: They contradict each other, or are out of range.
-    """
-    counts = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}
-    for name, value in counts.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise OptionError(f"{name}: expected an integer from 1 on, found {value!r}")
-    if keep_last is None and (keep_every is not None or keep_best is not None):
-        raise OptionError("keep_last: expected a number with keep_every or keep_best, found None")
-    if (keep_best is None) != (monitor is None):
-        raise OptionError("keep_best and monitor: expected both or neither")
-    one_of("mode", mode, ("min", "max"))
-    return Retention(keep_last, keep_every, keep_best, monitor, mode)
 
 
 def read_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:

@@ -30,14 +30,13 @@ from asymcheck.handover import take_over
 from asymcheck.memory.arena import SHARED_MEMORY, Arena
 from asymcheck.options import (
     make_cadence,
-    make_retention,
     one_of,
     read_metrics,
     refuse_many_ranks,
 )
 from asymcheck.persister import is_own_memory, start_persister, who_persists
 from asymcheck.planning.policy import Never
-from asymcheck.planning.retention import CheckpointId
+from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.strategies import Strategy, resolve
 from asymcheck.recovery import RestoreReport, TornRestore, restore
 from asymcheck.snapshotter import Snapshotter
@@ -107,7 +106,7 @@ class Checkpointer:
         refuse_many_ranks()
         self._strategy = resolve(strategy)
         self._cadence = make_cadence(every_steps, every_seconds)
-        self._retention = make_retention(keep_last, keep_every, keep_best, monitor, mode)
+        self._retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
         self._on_error = one_of("on_error", on_error, ("raise", "warn"))
         self._read_only = read_only
         self._grace_s = grace_s

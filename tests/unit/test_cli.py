@@ -680,10 +680,10 @@ def test_at_a_terminal_it_asks(root: Path, answer: str, left: list[int]) -> None
 def test_wrong_usage_exits_with_2_and_removes_nothing(long: Path) -> None:
     for options, said in [
         ([], "--leftovers"),
-        (["--keep-last", 0], "--keep-last"),
-        (["--keep-every", 10], "--keep-last"),
-        (["--keep-last", 1, "--keep-best", 1], "--monitor"),
-        (["--keep-last", 1, "--monitor", "loss"], "--keep-best"),
+        (["--keep-last", 0], "keep_last: expected an integer from 1 on, found 0"),
+        (["--keep-every", 10], "keep_last: expected a number with keep_every"),
+        (["--keep-last", 1, "--keep-best", 1], "keep_best and monitor: expected both"),
+        (["--keep-last", 1, "--monitor", "loss"], "keep_best and monitor: expected both"),
         (["--keep-last", 1, "--keep-best", 1, "--monitor", "lsos"], "did you mean 'loss'?"),
         (["--keep-last", 1, "--mode", "most"], "--mode"),
         (["--keep-lots"], "--keep-lots"),

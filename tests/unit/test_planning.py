@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -226,18 +227,27 @@ def test_parents_that_point_forward_or_at_themselves_end_the_walk() -> None:
 # --- retention --------------------------------------------------------------
 
 IDS = st.builds(CheckpointId, st.integers(1, 3), st.integers(1, 40))
-RETENTIONS = st.builds(
-    Retention,
-    keep_last=st.none() | st.integers(1, 5),
-    keep_every_steps=st.none() | st.integers(1, 10),
-    keep_best=st.none() | st.integers(1, 4),
-    monitor=st.just("loss"),
-    mode=st.sampled_from(["min", "max"]),
-)
+
+
+@st.composite
+def _retentions(draw: st.DrawFn) -> Retention:
+    keep_last = draw(st.none() | st.integers(1, 5))
+    if keep_last is None:
+        return Retention()
+    best = draw(st.none() | st.integers(1, 4))
+    return Retention(
+        keep_last,
+        keep_every_steps=draw(st.none() | st.integers(1, 10)),
+        keep_best=best,
+        monitor=None if best is None else "loss",
+        mode=draw(st.sampled_from(["min", "max"])),
+    )
+
+
 SCORES = st.dictionaries(IDS, st.floats(), max_size=30)
 
 
-@given(st.frozensets(IDS, min_size=1, max_size=20), SCORES, RETENTIONS)
+@given(st.frozensets(IDS, min_size=1, max_size=20), SCORES, _retentions())
 @example(frozenset({CheckpointId(1, 1)}), {}, Retention(keep_last=1, keep_best=1, monitor="loss"))
 def test_retention_keeps_each_checkpoint_that_any_rule_asks_for_and_no_other(
     lineage: frozenset[CheckpointId],
@@ -276,6 +286,29 @@ def test_a_nan_is_never_a_best_one() -> None:
     retention = Retention(keep_last=1, keep_best=1, monitor="loss")
     kept = retention.kept([a, b, c], {a: {"loss": 2.0}, b: {"loss": math.nan}, c: {"loss": 9.0}})
     assert kept == {a, c}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"keep_last": 0}, "keep_last: expected an integer from 1 on, found 0"),
+        ({"keep_last": True}, "keep_last: expected an integer from 1 on, found True"),
+        ({"keep_last": 1.5}, r"keep_last: expected an integer from 1 on, found 1\.5"),
+        ({"keep_last": 1, "keep_every_steps": -1}, "keep_every: expected an integer"),
+        ({"keep_last": 1, "keep_best": "2", "monitor": "loss"}, "keep_best: expected an integer"),
+        ({"keep_every_steps": 5}, "keep_last: expected a number with keep_every, found None"),
+        ({"keep_best": 1, "monitor": "x"}, "keep_last: expected a number with keep_best"),
+        ({"keep_last": 1, "keep_best": 1}, "keep_best and monitor: expected both or neither"),
+        ({"keep_last": 1, "monitor": "x"}, "keep_best and monitor: expected both or neither"),
+        ({"keep_last": 1, "keep_best": 1, "monitor": 7}, "monitor: expected the name .* found 7"),
+        ({"mode": "most"}, "mode: expected 'min' or 'max', found 'most'"),
+    ],
+)
+def test_rules_that_contradict_each_other_are_no_retention(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(OptionError, match=said):
+        Retention(**options)
 
 
 # --- cadence and admission --------------------------------------------------

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from asymcheck.errors import OptionError
+
 
 class CheckpointId(NamedTuple):
     """Identity of a checkpoint. Order is age: the greatest is the newest."""
@@ -34,6 +36,9 @@ class Retention:
         keep_best: Also the best so many by ``monitor``.
         monitor: Name of the metric; required by ``keep_best``.
         mode: Whether a small or a large metric is good.
+
+    Raises:
+        OptionError: They contradict each other, or are out of range.
     """
 
     keep_last: int | None = None
@@ -41,6 +46,27 @@ class Retention:
     keep_best: int | None = None
     monitor: str | None = None
     mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        counts = {
+            "keep_last": self.keep_last,
+            "keep_every": self.keep_every_steps,
+            "keep_best": self.keep_best,
+        }
+        for name, value in counts.items():
+            if value is not None and (type(value) is not int or value < 1):
+                raise OptionError(f"{name}: expected an integer from 1 on, found {value!r}")
+            if value is not None and self.keep_last is None:
+                raise OptionError(f"keep_last: expected a number with {name}, found None")
+        if (self.keep_best is None) != (self.monitor is None):
+            raise OptionError(
+                f"keep_best and monitor: expected both or neither, found {self.keep_best!r} and "
+                f"{self.monitor!r}"
+            )
+        if self.monitor is not None and not isinstance(self.monitor, str):
+            raise OptionError(f"monitor: expected the name of a metric, found {self.monitor!r}")
+        if self.mode not in ("min", "max"):
+            raise OptionError(f"mode: expected 'min' or 'max', found {self.mode!r}")
 
     def kept(
         self, lineage: Iterable[CheckpointId], metrics: Mapping[CheckpointId, Mapping[str, float]]
@@ -55,7 +81,7 @@ class Retention:
         newest_first = sorted(lineage, reverse=True)
         if self.keep_last is None:
             return frozenset(newest_first)
-        kept = set(newest_first[: max(1, self.keep_last)])
+        kept = set(newest_first[: self.keep_last])
         if self.keep_every_steps is not None:
             kept.update(c for c in newest_first if c.step % self.keep_every_steps == 0)
         if self.keep_best is not None and self.monitor is not None:
