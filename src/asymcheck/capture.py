@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asymcheck.planning.layout import Extent
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.index import Leaf
-from asymcheck.storage.sealed import seal, unseal
+from asymcheck.storage.sealed import seal_text, unseal
 
 CANARIES_PER_LEAF = 16
+CANARY_TURNS = CANARIES_PER_LEAF // 2
+"""After so many captures canaries are where they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ def place_canary(leaf: int, at: int, nbytes: int, itemsize: int, turn: int) -> C
         itemsize: Bytes of an element.
         turn: Counts the captures.
     """
-    count = min(CANARIES_PER_LEAF - turn % (CANARIES_PER_LEAF // 2), nbytes // itemsize)
+    count = min(CANARIES_PER_LEAF - turn % CANARY_TURNS, nbytes // itemsize)
     if count == 1:
         return Canary(leaf, at, nbytes, 1, nbytes)
     # A little more than an element each, so that the last one ends where the leaf ends.
@@ -73,6 +76,8 @@ class Capture:
         created_s: Wall-clock time of the boundary.
         boundary_s: Monotonic time of the boundary, the same clock in all processes.
         canaries: What is compared before the checkpoint is committed.
+        kinds: Kind of each leaf: ``parameter``, ``state/`` and the name of an optimizer's
+            entry, or empty.
     """
 
     at: CheckpointId
@@ -84,6 +89,7 @@ class Capture:
     created_s: float
     boundary_s: float
     canaries: tuple[Canary, ...] = ()
+    kinds: tuple[str, ...] = ()
 
     @property
     def raw_bytes(self) -> int:
@@ -96,21 +102,41 @@ class Capture:
         return sum(c.nbytes for c in self.canaries)
 
 
-def dump_capture(capture: Capture) -> bytes:
-    """The description as a sealed object."""
-    return seal(
-        {
-            "at": list(capture.at),
-            "leaves": [[x.key, x.dtype, x.shape, x.at, x.nbytes, x.order] for x in capture.leaves],
-            "aliases": dict(capture.aliases),
-            "chunks": [[c.start, c.stop] for c in capture.chunks],
-            "metrics": {k: struct.pack(">d", v).hex() for k, v in capture.metrics.items()},
-            "versions": dict(capture.versions),
-            "created_s": capture.created_s,
-            "boundary_s": capture.boundary_s,
-            "canaries": [[c.leaf, c.first, c.stride, c.count, c.width] for c in capture.canaries],
-        }
+def dump_geometry(
+    leaves: Sequence[Leaf],
+    chunks: Sequence[Extent],
+    canaries: Sequence[Canary],
+    kinds: Sequence[str],
+) -> str:
+    """What a description says of the leaves, as the members of a JSON object."""
+    members = {
+        "leaves": [[x.key, x.dtype, x.shape, x.at, x.nbytes, x.order] for x in leaves],
+        "chunks": chunks,
+        "canaries": [[c.leaf, c.first, c.stride, c.count, c.width] for c in canaries],
+        "kinds": kinds,
+    }
+    return json.dumps(members, separators=(",", ":"))[1:-1]
+
+
+def dump_capture(capture: Capture, geometry: str = "") -> bytes:
+    """The description as a sealed object.
+
+    Args:
+        capture: What to describe.
+        geometry: What ``dump_geometry`` says of its leaves, where it was kept.
+    """
+    members = {
+        "at": capture.at,
+        "aliases": dict(capture.aliases),
+        "metrics": {k: struct.pack(">d", v).hex() for k, v in capture.metrics.items()},
+        "versions": dict(capture.versions),
+        "created_s": capture.created_s,
+        "boundary_s": capture.boundary_s,
+    }
+    geometry = geometry or dump_geometry(
+        capture.leaves, capture.chunks, capture.canaries, capture.kinds
     )
+    return seal_text(f"{json.dumps(members, separators=(',', ':'))[:-1]},{geometry}")
 
 
 def parse_capture(data: bytes, where: str) -> Capture:
@@ -133,6 +159,7 @@ def parse_capture(data: bytes, where: str) -> Capture:
         created_s=raw["created_s"],
         boundary_s=raw["boundary_s"],
         canaries=tuple(Canary(*c) for c in raw["canaries"]),
+        kinds=tuple(raw["kinds"]),
     )
 
 

@@ -23,16 +23,15 @@ import torch
 from asymcheck.capture import Capture, dump_capture
 from asymcheck.device.cuda import Pinning
 from asymcheck.device.fence import UpdateHook
+from asymcheck.device.placement import Placed, Placer
 from asymcheck.device.snapshot import (
     Copier,
     LazyCopy,
-    Placed,
     copy_canaries,
     copy_eager,
     defer_device_leaves,
     finish_canaries,
     gather,
-    place,
 )
 from asymcheck.device.state import State
 from asymcheck.errors import CaptureError, CheckpointError, CheckpointWarning, DroppedCheckpoint
@@ -99,6 +98,7 @@ class Snapshotter:
         self._sink = sink
         self._active: _Active | None = None
         self._turn = 0
+        self._placer = Placer()
         self._prepared = False
         self._lock = threading.Lock()
         self._fencing = threading.RLock()
@@ -120,9 +120,9 @@ class Snapshotter:
             return
         self._prepared = True
         collected = self._state.collect()
-        placed = place(collected, 0)
-        capacity = capacity_for(placed.layout.image_bytes, placed.canary_bytes)
-        meta_bytes = sum(200 + 2 * len(s.key) for s in collected.sources) + MiB
+        at = self._placer.place(collected, 0).at
+        capacity = capacity_for(at.layout.image_bytes, at.canary_bytes)
+        meta_bytes = sum(200 + 2 * len(s.key) for s in at.specs) + MiB
         maker = threading.Thread(
             target=self._arena.prepare,
             args=(capacity, meta_bytes),
@@ -154,20 +154,21 @@ class Snapshotter:
         self.fence()
         collected = self._state.collect()
         self._turn += 1
-        placed = place(collected, self._turn)
+        placed = self._placer.place(collected, self._turn)
         if not self._blocking:
             placed = defer_device_leaves(placed)
         self._warn_of_eager(placed)
         described = Capture(
             at=at,
-            leaves=placed.leaves,
+            leaves=placed.at.leaves,
             aliases=collected.aliases,
-            chunks=placed.layout.chunks,
+            chunks=placed.at.layout.chunks,
             metrics=metrics,
             versions=_versions(),
             created_s=time.time(),
             boundary_s=start_s,
-            canaries=placed.canaries,
+            canaries=placed.at.canaries,
+            kinds=placed.at.kinds,
         )
         try:
             slot = self._reserve(described, placed, when_full)
@@ -184,8 +185,8 @@ class Snapshotter:
         self, described: Capture, placed: Placed, when_full: Literal["wait", "skip", "raise"]
     ) -> Slot | None:
         step = described.at.step
-        meta = dump_capture(described)
-        capacity = capacity_for(placed.layout.image_bytes, placed.canary_bytes)
+        meta = dump_capture(described, placed.at.geometry)
+        capacity = capacity_for(placed.at.layout.image_bytes, placed.at.canary_bytes)
         slot = self._arena.reserve(capacity, len(meta), None if when_full == "wait" else 0.0)
         if slot is None:
             why = (
@@ -197,7 +198,7 @@ class Snapshotter:
             self._sink(Span(Stage.CAPTURE, step, perf_counter(), 0.0, error=f"skipped: {why}"))
             return None
         try:
-            slot.begin(placed.layout.image_bytes, placed.canary_bytes, meta)
+            slot.begin(placed.at.layout.image_bytes, placed.at.canary_bytes, meta)
         except BaseException:
             self._arena.free(slot)
             raise
@@ -226,15 +227,15 @@ class Snapshotter:
                 return handle
         handle.captured.set_result(None)
         stall_s = perf_counter() - described.boundary_s
-        handle.durable.set_result(report_of(found, placed.eager_bytes, stall_s))
+        handle.durable.set_result(report_of(found, placed.at.eager_bytes, stall_s))
         return handle
 
     def _begin(self, described: Capture, placed: Placed, slot: Slot) -> _Active:
         step, blocking = described.at.step, self._blocking
-        lazy = any(s.lazy for s in placed.sources)
+        lazy = placed.at.lazy_bytes > 0
         waits = not blocking and (lazy or any(s.deferred for s in placed.sources))
         try:
-            with timed(self._sink, Stage.CAPTURE, step, placed.eager_bytes):
+            with timed(self._sink, Stage.CAPTURE, step, placed.at.eager_bytes):
                 copy_eager(placed, slot.image, everything=blocking)
                 canaries = copy_canaries(placed, slot.canaries)
                 if not waits:
@@ -247,7 +248,7 @@ class Snapshotter:
             copy,
             self._handle(step),
             lazily=not blocking,
-            eager_bytes=placed.eager_bytes,
+            eager_bytes=placed.at.eager_bytes,
             canaries=bytes(slot.canaries) if blocking else b"",
         )
         if not waits:
@@ -387,7 +388,7 @@ class Snapshotter:
 
     @staticmethod
     def _canaries_moved(active: _Active) -> bool:
-        now = bytearray(active.copy.placed.canary_bytes)
+        now = bytearray(active.copy.placed.at.canary_bytes)
         finish_canaries(copy_canaries(active.copy.placed, memoryview(now)), memoryview(now))
         return now != active.canaries
 
@@ -423,12 +424,12 @@ class Snapshotter:
         return in_time
 
     def _warn_of_eager(self, placed: Placed) -> None:
-        if placed.eager_bytes <= EAGER_LIMIT_BYTES or self._warned_of_eager or self._blocking:
+        if placed.at.eager_bytes <= EAGER_LIMIT_BYTES or self._warned_of_eager or self._blocking:
             return
         self._warned_of_eager = True
-        largest = max((s for s in placed.sources if not s.lazy), key=lambda s: s.nbytes)
+        largest = max((s for s in placed.at.specs if not s.lazy), key=lambda s: s.nbytes)
         warnings.warn(
-            f"{placed.eager_bytes} bytes are copied on the training thread at each save, the "
+            f"{placed.at.eager_bytes} bytes are copied on the training thread at each save, the "
             f"largest is {largest.key!r} with {largest.nbytes} bytes: keep large tensors in "
             f"parameters or optimizer state, or save them less often",
             CheckpointWarning,

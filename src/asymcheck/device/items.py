@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +14,7 @@ from asymcheck.device.matching import Matching
 from asymcheck.device.naming import canonical_names, escape
 from asymcheck.device.tensors import can_cast, check_supported, dtype_name, is_supported
 from asymcheck.device.tree import Decoder, Encoder, Json
-from asymcheck.errors import CaptureError, CheckpointError, StateError
+from asymcheck.errors import CaptureError, CheckpointError
 
 
 @dataclass(frozen=True)
@@ -113,15 +112,19 @@ class ModuleItem:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
+        self._latest: tuple[list[str], list[str]] = ([], [])
 
-    def _entries(self, name: str) -> list[tuple[str, str, Any]]:
-        """Raw name, canonical name and value of each entry; tensors are the live ones."""
+    def _state_dict(self, name: str) -> dict[str, Any]:
         try:
-            entries = self.module.state_dict(keep_vars=True)
+            return self.module.state_dict(keep_vars=True)
         except CheckpointError:
             raise
         except Exception as failure:
             raise CaptureError(f"state {name!r}: its state_dict() raised {failure!r}") from failure
+
+    def _entries(self, name: str) -> list[tuple[str, str, Any]]:
+        """Raw name, canonical name and value of each entry; tensors are the live ones."""
+        entries = self._state_dict(name)
         canonical = canonical_names(entries)
         return [(raw, canonical[raw], value) for raw, value in entries.items()]
 
@@ -129,14 +132,21 @@ class ModuleItem:
         self, name: str, collector: Collector, encoder: Encoder, params: Params
     ) -> dict[str, Json]:
         """See ``Item``."""
+        entries = self._state_dict(name)
+        names, keys = self._latest
+        if names == list(entries) and collector.add_known(keys, list(entries.values())):
+            return {"extra": {}}
         extra: dict[str, Json] = {}
+        keys = []
         prefix = f"{escape(name)}/"
-        for _, entry, value in self._entries(name):
-            key = prefix + escape(entry)
+        for raw, entry in canonical_names(entries).items():
+            value, key = entries[raw], prefix + escape(entry)
             if isinstance(value, torch.Tensor):
-                collector.add(key, value, steady=isinstance(value, torch.nn.Parameter))
+                kind = "parameter" if isinstance(value, torch.nn.Parameter) else ""
+                keys.append(collector.add(key, value, kind=kind))
             else:
                 extra[entry] = encoder.encode(value, key)
+        self._latest = ([], []) if extra else (list(entries), keys)
         return {"extra": extra}
 
     def plan(self, name: str, saved: dict[str, Json], to: Restoring) -> Finish:
@@ -186,190 +196,6 @@ def _is_live(value: torch.Tensor, memory: set[int]) -> bool:
     if not is_supported(value) or value.numel() == 0:
         return True  # refused, or nothing to copy
     return value.untyped_storage().data_ptr() in memory
-
-
-class OptimizerItem:
-    """An ``Optimizer``, read and written through ``state`` and ``param_groups`` themselves.
-
-    Its own ``state_dict`` numbers the parameters and its ``load_state_dict`` casts moments to
-    the parameter's dtype; names and plain access do neither.
-    """
-
-    kind = "optimizer"
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def _names(self, params: Params) -> dict[int, str]:
-        """Name of each parameter in a group: its module's, or its place."""
-        return {
-            id(p): params.names.get(id(p), f"group{g}.{i}")
-            for g, group in enumerate(self.optimizer.param_groups)
-            for i, p in enumerate(group["params"])
-        }
-
-    def collect(
-        self, name: str, collector: Collector, encoder: Encoder, params: Params
-    ) -> dict[str, Json]:
-        """See ``Item``."""
-        own = self._names(params)
-        path = escape(name)
-        groups = []
-        for g, group in enumerate(self.optimizer.param_groups):
-            options = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
-            groups.append(
-                {
-                    "params": [own[id(p)] for p in group["params"]],
-                    "shapes": [list(p.shape) for p in group["params"]],
-                    "options": encoder.encode(options, f"{path}/groups/{g}"),
-                }
-            )
-        state: dict[str, Json] = {}
-        other: list[Json] = []
-        # Only an update changes these, so they may be copied until the next one.
-        steady = Encoder(partial(collector.add, steady=True))
-        entries: Mapping[Any, Any] = self.optimizer.state
-        for key, value in entries.items():
-            if not isinstance(key, torch.Tensor):  # optimizers of other makers keep such
-                spot = f"{path}/other/{len(other)}"
-                other.append([encoder.encode(key, spot), encoder.encode(value, spot)])
-                continue
-            param = own.get(id(key)) or params.names.get(id(key))
-            if param is None:
-                raise StateError(
-                    f"{name}/state",
-                    f"holds state of a tensor of shape {list(key.shape)} that is in none of its "
-                    f"groups and in no module of the state: add the module, or delete that state",
-                )
-            state[param] = steady.encode(value, f"{path}/state/{param}")
-        return {"groups": groups, "state": state, "other": other}
-
-    def plan(self, name: str, saved: dict[str, Json], to: Restoring) -> Finish:
-        """See ``Item``."""
-        own = self._names(to.params)
-        live, state = self.optimizer.param_groups, self.optimizer.state
-        tensors = {own[id(p)]: (p, group) for group in live for p in group["params"]}
-        here = [[own[id(p)] for p in group["params"]] for group in live]
-        rename = _renaming(saved, own, to.params)
-        there = [[rename(p) for p in group["params"]] for group in saved["groups"]]
-        shapes = {
-            p: shape
-            for names, group in zip(there, saved["groups"], strict=True)
-            for p, shape in zip(names, group["shapes"], strict=True)
-        }
-        fitting = _match(name, here, there, tensors, shapes, to.matching)
-
-        states: list[tuple[torch.Tensor, Json]] = []
-        for raw, tree in saved["state"].items():
-            param = rename(raw)
-            if param in fitting:
-                tensor, group = tensors[param]
-            elif param in shapes:
-                continue  # reported with its group
-            elif param in to.params.by_name and param not in tensors:
-                tensor, group = to.params.by_name[param], {}  # in no group, as at the save
-            else:
-                to.matching.unexpected_keys.append(f"{name}/state/{param}")
-                continue
-            to.bind(tree, state.get(tensor), _near(tensor, group, to.places))
-            states.append((tensor, tree))
-        options = [
-            (group, tree["options"])
-            for group, tree, mine, theirs in zip(live, saved["groups"], here, there, strict=False)
-            if mine == theirs or set(mine) & set(theirs)
-        ]
-        for group, tree in options:
-            to.bind(tree, group)
-        to.bind(saved["other"], None)
-        stepped = {id(tensor) for tensor, _ in states}
-        fresh = [tensors[p][0] for p in fitting if id(tensors[p][0]) not in stepped]
-
-        def finish(decoder: Decoder) -> None:
-            for tensor in fresh:
-                state.pop(tensor, None)
-            for tensor, tree in states:
-                state[tensor] = put_back(state.get(tensor), decoder.decode(tree), to.taken)
-            other: Any = state
-            for key, value in saved["other"]:
-                other[decoder.decode(key)] = decoder.decode(value)
-            for group, tree in options:
-                found = decoder.decode(tree)
-                kept = {k: group[k] for k in _HOW_NOT_WHAT if k in group}
-                group.update(found | kept)
-
-        return finish
-
-
-_NOT_OPTIONS = ("params", "param_names")
-# Which kernel does the update is a choice of the running script and machine.
-_HOW_NOT_WHAT = ("foreach", "fused", "capturable", "differentiable")
-
-
-def _renaming(
-    saved: Mapping[str, Json], own: Mapping[int, str], params: Params
-) -> Callable[[str], str]:
-    """From a parameter's name at the save to the one that it has now: a tied one may have
-    been saved under another of its names.
-    """
-    taken = {p for group in saved["groups"] for p in group["params"]} | saved["state"].keys()
-
-    def rename(name: str) -> str:
-        tensor = params.by_name.get(name)
-        now = None if tensor is None else own.get(id(tensor)) or params.names.get(id(tensor))
-        return name if now is None or now in taken else now
-
-    return rename
-
-
-def _match(
-    name: str,
-    here: list[list[str]],
-    there: list[list[str]],
-    tensors: Mapping[str, tuple[torch.Tensor, Mapping[str, Any]]],
-    shapes: Mapping[str, list[int]],
-    matching: Matching,
-) -> set[str]:
-    """Note how the groups differ; returns the parameters whose state can be loaded."""
-    missing = [p for p in tensors if p not in shapes]
-    unexpected = [p for p in shapes if p not in tensors]
-    common = [p for p in tensors if p in shapes]
-    fitting = {p for p in common if list(tensors[p][0].shape) == shapes[p]}
-    matching.missing_keys += [f"{name}/{p}" for p in missing]
-    matching.unexpected_keys += [f"{name}/{p}" for p in unexpected]
-    matching.mismatched += [
-        (f"{name}/{p}", f"shape {list(tensors[p][0].shape)}", f"shape {shapes[p]}")
-        for p in common
-        if p not in fitting
-    ]
-    group_here = {p: g for g, names in enumerate(here) for p in names}
-    group_there = {p: g for g, names in enumerate(there) for p in names}
-    moved = any(group_here[p] != group_there[p] for p in common)
-    if moved or (len(here) != len(there) and not missing and not unexpected):
-        matching.mismatched.append((f"{name}/groups", _sizes(here), _sizes(there)))
-    return fitting
-
-
-def _sizes(groups: list[list[str]]) -> str:
-    return f"{len(groups)} groups of {[len(g) for g in groups]} parameters"
-
-
-def _near(param: torch.Tensor, group: Mapping[str, Any], places: Places) -> Bind:
-    """Bind a new state tensor where a fresh optimizer would put it: beside its parameter,
-    but a step counter stays on the CPU unless the update kernel needs it on the device.
-    """
-
-    def bind(key: str, device: str, live: object) -> None:
-        leaf = places.leaf(key)
-        counter = leaf is not None and leaf.shape == () and key.endswith("/step")
-        if isinstance(live, torch.Tensor):
-            device = str(live.device)
-        elif not counter or group.get("capturable") or group.get("fused"):
-            device = str(param.device)
-        else:
-            device = "cpu"
-        places.bind(key, device, live)
-
-    return bind
 
 
 class StatefulItem:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from ctypes import memmove
 from functools import cache
 from math import prod
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -24,67 +25,99 @@ from asymcheck.device.tensors import (
     new_tensor,
 )
 from asymcheck.errors import CorruptCheckpoint, IncompatibleCheckpoint, StateError
-from asymcheck.planning.layout import SMALL_BYTES
+from asymcheck.planning.layout import PAGE_BYTES, SMALL_BYTES, align_up
 from asymcheck.storage.index import TREE_DTYPE, TREE_KEY, Leaf
 
 Array = torch.Tensor | np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One leaf as it is now. Holds on to its array, so its memory is not reused meanwhile.
+class Spec(NamedTuple):
+    """What is known of a leaf without its values; the same object at every save.
 
     Attributes:
         key: Path of the leaf.
-        array: A tensor alias (no copy), a numpy array, or the text of the tree.
         dtype: As ``Leaf.dtype``.
         shape: As ``Leaf.shape``.
         order: As ``Leaf.order``.
         nbytes: Size.
+        itemsize: Bytes of an element.
+        kind: ``parameter``, ``state/`` and the name of an optimizer's entry (such as
+            ``state/exp_avg``), or empty for everything else.
         lazy: Whether it only changes in an update, so that it may be copied until the next.
-        deferred: Whether it is a clone, so that it may be copied at any time.
+        plain: Whether the values are ``nbytes`` of host memory at the array's address.
     """
 
     key: str
-    array: Array | bytes
     dtype: str
     shape: tuple[int, ...]
     order: tuple[int, ...]
     nbytes: int
+    itemsize: int = 1
+    kind: str = ""
     lazy: bool = False
+    plain: bool = False
+
+
+class Source(NamedTuple):
+    """One leaf as it is now. Holds on to its array, so its memory is not reused meanwhile.
+
+    Attributes:
+        spec: What it is.
+        array: A tensor, a numpy array, or the text of the tree. What is lazy is an alias:
+            it keeps its memory although the parameter is given another one meanwhile.
+        deferred: Whether it is a clone, so that it may be copied at any time.
+    """
+
+    spec: Spec
+    array: Array | bytes
     deferred: bool = False
 
     def copy_out(self, into: Bytes) -> None:
         """Copy the values into host bytes; blocks."""
-        if isinstance(self.array, torch.Tensor):
-            copy_out(self.array, self.order, into)
-        elif isinstance(self.array, bytes):
-            into[:] = np.frombuffer(self.array, np.uint8)
+        array, spec = self.array, self.spec
+        if isinstance(array, torch.Tensor):
+            if spec.plain:
+                memmove(into.ctypes.data, array.data_ptr(), spec.nbytes)
+            else:
+                copy_out(array, () if self.deferred else spec.order, into)
+        elif isinstance(array, bytes):
+            into[:] = np.frombuffer(array, np.uint8)
         else:
-            into[:] = np.ascontiguousarray(self.array).reshape(-1).view(np.uint8)
+            into[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+Known = dict[str, tuple[object, Spec]]
+"""Specs of earlier saves by key, each with the properties of the tensor that it came from."""
 
 
 class Collector:
     """Gathers the leaves of a state; one that is there under two keys is kept once.
 
+    Args:
+        known: Of the save before, so that what did not change is not looked at again.
+
     Attributes:
+        known: For the next save.
         sources: In the order in which they were found.
         aliases: Further keys of leaves that are the same view of the same memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Known | None = None) -> None:
         self.sources: list[Source] = []
         self.aliases: dict[str, str] = {}
+        self.known: Known = {}
+        self._before = known or {}
         self._keys: set[str] = set()
         self._seen: dict[object, str] = {}
+        self._tensors: dict[int, tuple[torch.Tensor, str] | None] = {}
 
-    def add(self, key: str, array: Array, *, steady: bool = False) -> str:
+    def add(self, key: str, array: Array, *, kind: str = "") -> str:
         """Note a leaf; returns the key that it is saved under.
 
         Args:
             key: Its path.
             array: Its values.
-            steady: Whether nothing but an optimizer's update changes it.
+            kind: See ``Spec``; with one, nothing but an optimizer's update changes it.
 
         Raises:
             StateError: It cannot be saved.
@@ -94,11 +127,10 @@ class Collector:
             serial += 1
             key = f"{wanted}~{serial}"
         self._keys.add(key)
-        source, identity = (
-            _tensor_source(key, array, steady=steady)
-            if isinstance(array, torch.Tensor)
-            else _numpy_source(key, array)
-        )
+        if isinstance(array, torch.Tensor):
+            self._note(key, self._tensor_source(key, array, kind))
+            return key
+        source, identity = _numpy_source(key, array)
         first = self._seen.setdefault(identity, key) if identity is not None else key
         if first == key:
             self.sources.append(source)
@@ -106,25 +138,103 @@ class Collector:
             self.aliases[key] = first
         return key
 
+    def state_leaf(self, key: str, array: Array) -> str:
+        """Note a leaf of an optimizer's state; see ``add``."""
+        return self.add(key, array, kind="state/" + key.rpartition("/")[2])
+
+    def add_known(self, keys: Sequence[str], tensors: Sequence[Any]) -> bool:
+        """Note leaves that all are as they were at the save before; else note nothing.
+
+        Most of a large state is like that, and one by one with ``add`` it would be most of
+        the time at the boundary.
+
+        Args:
+            keys: Where they were saved before; none is noted yet.
+            tensors: Their values.
+
+        Returns:
+            Whether they were noted.
+        """
+        before, sources = self._before, []
+        for key, tensor in zip(keys, tensors, strict=True):
+            known = before.get(key)
+            if known is None or _looks(tensor, known[1].kind) != known[0]:
+                return False
+            spec = known[1]
+            sources.append(Source(spec, tensor.detach() if spec.lazy else tensor))
+        if not self._keys.isdisjoint(keys):
+            return False
+        for key, source in zip(keys, sources, strict=True):
+            self._keys.add(key)
+            self.known[key] = before[key]
+            self._note(key, source)
+        return True
+
+    def _tensor_source(self, key: str, tensor: torch.Tensor, kind: str) -> Source:
+        looks = _looks(tensor, kind)
+        before = self._before.get(key)
+        if looks is not None and before is not None and before[0] == looks:
+            spec = before[1]
+        else:
+            check_supported(key, tensor)
+            spec = _spec(key, tensor.detach(), kind)
+        if looks is not None:
+            self.known[key] = looks, spec
+        return Source(spec, tensor.detach() if spec.lazy else tensor)
+
+    def _note(self, key: str, source: Source) -> None:
+        """Keep a tensor, or that it is the same view of the same memory as an earlier one."""
+        tensor: Any = source.array
+        first = key
+        if source.spec.nbytes:
+            mine = (tensor, key)
+            there = self._tensors.setdefault(tensor.data_ptr(), mine)
+            if there is not mine:
+                # Rare, and only then worth a closer look.
+                if there is not None:
+                    self._tensors[tensor.data_ptr()] = None
+                    self._seen[_identity(there[0])] = there[1]
+                first = self._seen.setdefault(_identity(tensor), key)
+        if first == key:
+            self.sources.append(source)
+        else:
+            self.aliases[key] = first
+
     def add_tree(self, text: bytes) -> None:
-        """Note the tree, last."""
-        self.sources.append(Source(TREE_KEY, text, TREE_DTYPE, (len(text),), (), len(text)))
+        """Note the tree, last. Spaces at its end keep its size, and so the place of every
+        other leaf, the same from save to save.
+        """
+        text = text.ljust(align_up(len(text), PAGE_BYTES))
+        self.sources.append(Source(Spec(TREE_KEY, TREE_DTYPE, (len(text),), (), len(text)), text))
 
 
-def _tensor_source(
-    key: str, tensor: torch.Tensor, *, steady: bool = False
-) -> tuple[Source, object]:
-    check_supported(key, tensor)
-    alias = tensor.detach()
+_ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def _looks(tensor: torch.Tensor, kind: str) -> tuple[object, ...] | None:
+    """All that the spec of an ordinary tensor depends on; ``None`` for any other."""
+    if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    bits = tensor.is_conj(), tensor.is_neg()
+    return kind, type(tensor), tensor.dtype, tensor.is_cpu, tensor.shape, tensor.stride(), bits
+
+
+def _spec(key: str, alias: torch.Tensor, kind: str) -> Spec:
     dense = dense_order(alias)
-    shape, name = tuple(alias.shape), dtype_name(alias.dtype)
-    nbytes = alias.numel() * alias.element_size()
+    nbytes = alias.nbytes
     computed = alias.is_conj() or alias.is_neg()  # memory does not hold the values themselves
-    lazy = steady and nbytes >= SMALL_BYTES and dense is not None and not computed
-    source = Source(key, alias, name, shape, dense or (), nbytes, lazy)
-    if source.nbytes == 0:
-        return source, None
-    return source, _identity(alias)
+    in_memory = dense is not None and not computed
+    return Spec(
+        key,
+        dtype_name(alias.dtype),
+        tuple(alias.shape),
+        dense or (),
+        nbytes,
+        alias.element_size(),
+        kind,
+        lazy=bool(kind) and nbytes >= SMALL_BYTES and in_memory,
+        plain=in_memory and alias.is_cpu,
+    )
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -143,7 +253,7 @@ def _numpy_source(key: str, array: np.ndarray[Any, Any]) -> tuple[Source, object
             f"numbers of the same size",
         )
     dtype = NUMPY_PREFIX + array.dtype.str
-    source = Source(key, array, dtype, array.shape, (), array.nbytes)
+    source = Source(Spec(key, dtype, array.shape, (), array.nbytes), array)
     return source, _numpy_identity(array) if array.nbytes else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import reprlib
 from collections.abc import Iterable
@@ -22,6 +23,11 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
     Returns:
         Given name to canonical name, in the given order.
     """
+    return dict(_canonical(tuple(names)))
+
+
+@functools.lru_cache(maxsize=32)  # the same names at every save
+def _canonical(names: tuple[str, ...]) -> dict[str, str]:
     split = {name: tuple(name.split(".")) for name in names}
     found: dict[str, str] = dict.fromkeys(split, "")
     _unwrap(list(split.items()), (), found)
@@ -62,6 +68,7 @@ def has_surrogate(text: str) -> bool:
     return not text.isascii() and _SURROGATE.search(text) is not None
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def escape(part: str) -> str:
     """A path part that holds no ``/`` and no lone surrogate, and is never empty."""
     part = part.replace("%", "%25").replace("/", "%2F").replace("[", "%5B") or "%"

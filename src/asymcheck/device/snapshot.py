@@ -12,75 +12,22 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from ctypes import c_uint8, memmove
+from dataclasses import replace
 from time import perf_counter, thread_time
+from typing import Any
 
 import numpy as np
 import torch
 
-from asymcheck.capture import Canary, place_canary
 from asymcheck.device.cuda import Boundary, DeviceCopy, Pinning
-from asymcheck.device.leaves import Collector, Source
+from asymcheck.device.leaves import Source
+from asymcheck.device.placement import NOTHING, Placed
 from asymcheck.device.tensors import as_bytes
 from asymcheck.memory.arena import Slot
-from asymcheck.planning.layout import Extent, Layout, MiB, lay_out
-from asymcheck.storage.index import Leaf
+from asymcheck.planning.layout import Extent, MiB
 
 PIECE_BYTES = 8 * MiB
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Leaves with a place in the image.
-
-    Attributes:
-        sources: The leaves as they are now, ascending in the image.
-        leaves: What the index says of them, in the same order.
-        extents: Where they lie, in the same order.
-        layout: The whole.
-        canaries: For each lazy leaf.
-    """
-
-    sources: tuple[Source, ...]
-    leaves: tuple[Leaf, ...]
-    extents: tuple[Extent, ...]
-    layout: Layout
-    canaries: tuple[Canary, ...]
-
-    @property
-    def eager_bytes(self) -> int:
-        """Bytes that are copied at the boundary."""
-        return sum(s.nbytes for s in self.sources if not s.lazy)
-
-    @property
-    def canary_bytes(self) -> int:
-        """Bytes of all canary values."""
-        return sum(c.nbytes for c in self.canaries)
-
-
-_NOTHING = Placed((), (), (), lay_out([]), ())
-
-
-def place(collected: Collector, turn: int) -> Placed:
-    """Decide where each leaf lies.
-
-    Args:
-        collected: The leaves.
-        turn: Counts the captures; moves the canaries.
-    """
-    layout = lay_out([s.nbytes for s in collected.sources])
-    ordered = sorted(
-        zip(layout.leaves, collected.sources, strict=True), key=lambda p: (p[0].start, p[0].stop)
-    )
-    extents = tuple(extent for extent, _ in ordered)
-    sources = tuple(source for _, source in ordered)
-    leaves = tuple(Leaf(s.key, s.dtype, s.shape, e.start, s.nbytes, s.order) for e, s in ordered)
-    canaries = tuple(
-        place_canary(i, e.start, s.nbytes, s.array.element_size(), turn)
-        for i, (e, s) in enumerate(ordered)
-        if s.lazy and isinstance(s.array, torch.Tensor)
-    )
-    return Placed(sources, leaves, extents, layout, canaries)
 
 
 def defer_device_leaves(placed: Placed) -> Placed:
@@ -89,17 +36,21 @@ def defer_device_leaves(placed: Placed) -> Placed:
     The clones are ordered before the next update by the device itself, and copied to the host
     behind the training like lazy leaves.
     """
-    return replace(placed, sources=tuple(_deferred(s) for s in placed.sources))
+    sources = list(placed.sources)
+    for i in placed.at.elsewhere:
+        sources[i] = _deferred(sources[i])
+    return replace(placed, sources=tuple(sources))
 
 
 def _deferred(source: Source) -> Source:
     array = source.array
-    if source.lazy or not isinstance(array, torch.Tensor) or array.device.type == "cpu":
+    if not isinstance(array, torch.Tensor) or array.device.type == "cpu":
         return source
-    plain = array.permute(source.order) if source.order else array
+    plain = array.detach()
+    plain = plain.permute(source.spec.order) if source.spec.order else plain
     clone = plain.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     # The clone lies in storage order already; shape and order only matter to the index.
-    return replace(source, array=clone, order=(), deferred=bool(source.nbytes))
+    return source._replace(array=clone, deferred=bool(source.spec.nbytes))
 
 
 def copy_eager(placed: Placed, image: memoryview, *, everything: bool = False) -> None:
@@ -111,15 +62,20 @@ def copy_eager(placed: Placed, image: memoryview, *, everything: bool = False) -
         everything: Whether to copy the lazy leaves too.
     """
     into = np.frombuffer(image, np.uint8)
+    base = into.ctypes.data
     at = 0
-    for source, extent in zip(placed.sources, placed.extents, strict=True):
-        if not extent.nbytes:
+    for source, (start, stop) in zip(placed.sources, placed.at.extents, strict=True):
+        if stop == start:
             continue
-        if extent.start > at:
-            into[at : extent.start] = 0
-        at = extent.stop
-        if everything or not (source.lazy or source.deferred):
-            source.copy_out(into[extent.start : extent.stop])
+        if start > at:
+            into[at:start] = 0
+        at = stop
+        spec, array, deferred = source
+        if everything or not (spec.lazy or deferred):
+            if spec.plain:
+                memmove(base + start, _address(array), spec.nbytes)
+            else:
+                source.copy_out(into[start:stop])
 
 
 def gather(placed: Placed, extent: Extent) -> memoryview:
@@ -128,15 +84,15 @@ def gather(placed: Placed, extent: Extent) -> memoryview:
     For capture without a slot: at most one chunk is held.
     """
     buffer = np.zeros(extent.nbytes, np.uint8)
-    for source, where in zip(placed.sources, placed.extents, strict=True):
+    for source, where in zip(placed.sources, placed.at.extents, strict=True):
         lo, hi = max(where.start, extent.start), min(where.stop, extent.stop)
         if lo >= hi:
             continue
-        if source.lazy:
+        if source.spec.lazy:
             piece = _flat(source)[lo - where.start : hi - where.start]
             buffer[lo - extent.start : hi - extent.start] = piece.cpu().numpy()
         else:
-            whole = np.empty(source.nbytes, np.uint8)
+            whole = np.empty(source.spec.nbytes, np.uint8)
             source.copy_out(whole)
             part = whole[lo - where.start : hi - where.start]
             buffer[lo - extent.start : hi - extent.start] = part
@@ -150,18 +106,39 @@ def copy_canaries(placed: Placed, into: memoryview) -> list[tuple[torch.Tensor, 
         What is cloned on a device and still to be copied, with its offset in ``into``: the
         host does not wait for a device here.
     """
-    values = np.frombuffer(into, np.uint8)
+    canaries, sources = placed.at.canaries, placed.sources
+    if not canaries:
+        return []
+    values = np.frombuffer(into, np.uint8)[: placed.at.canary_bytes]
+    if all(sources[c.leaf].spec.plain for c in canaries):
+        # All of them at once: one by one they would take most of the time at the boundary.
+        starts = [_address(sources[c.leaf].array) - _FIRST_ADDRESS for c in canaries]
+        spots = np.repeat(np.array(starts, np.intp), [c.nbytes for c in canaries])
+        spots += placed.at.spots
+        _MEMORY.take(spots, out=values, mode="clip")
+        return []
     at, rest = 0, []
-    for canary in placed.canaries:
-        flat = _flat(placed.sources[canary.leaf])
-        spots, steps = (canary.count, canary.width), (canary.stride, 1)
+    for canary in canaries:
+        flat = _flat(sources[canary.leaf])
+        shape, steps = (canary.count, canary.width), (canary.stride, 1)
         if flat.device.type == "cpu":
-            picked = np.ndarray(spots, np.uint8, flat.numpy(), 0, steps)
-            values[at : at + canary.nbytes].reshape(spots)[:] = picked
+            picked = np.ndarray(shape, np.uint8, flat.numpy(), 0, steps)
+            values[at : at + canary.nbytes].reshape(shape)[:] = picked
         else:
-            rest.append((flat.as_strided(spots, steps).reshape(-1).clone(), at))
+            rest.append((flat.as_strided(shape, steps).reshape(-1).clone(), at))
         at += canary.nbytes
     return rest
+
+
+def _address(array: Any) -> int:  # noqa: ANN401  a tensor: its spec says that it is plain
+    found: int = array.data_ptr()
+    return found
+
+
+_FIRST_ADDRESS = 1
+_ALL: Any = (c_uint8 * ((1 << 62) - 1)).from_address(_FIRST_ADDRESS)
+_MEMORY = np.frombuffer(_ALL, np.uint8)
+"""The memory of this process as one array, by address: to be read where tensors lie only."""
 
 
 def finish_canaries(rest: list[tuple[torch.Tensor, int]], into: memoryview) -> None:
@@ -174,8 +151,8 @@ def finish_canaries(rest: list[tuple[torch.Tensor, int]], into: memoryview) -> N
 def _flat(source: Source) -> torch.Tensor:
     """A lazy leaf's memory in storage order, as bytes."""
     assert isinstance(source.array, torch.Tensor)
-    array = source.array.permute(source.order) if source.order else source.array
-    return as_bytes(array)
+    order = source.spec.order
+    return as_bytes(source.array.permute(order) if order and not source.deferred else source.array)
 
 
 class LazyCopy:
@@ -221,18 +198,20 @@ class LazyCopy:
         self._pinning = pinning
         self._lock = threading.Lock()
         self._after: Callable[[], None] | None = None
-        waiting = [s for s in placed.sources if s.lazy or s.deferred]
-        self._boundary = Boundary(s.array for s in waiting if isinstance(s.array, torch.Tensor))
+        lazy = [placed.sources[i] for i in placed.at.lazy]
+        waiting = [*lazy, *(placed.sources[i] for i in placed.at.elsewhere)]
+        self._boundary = Boundary(
+            s.array for s in waiting if not s.spec.plain and isinstance(s.array, torch.Tensor)
+        )
         self._device: DeviceCopy | None = None
-        lazy = [s for s in placed.sources if s.lazy]
-        self._watched = [(s.key, s.array) for s in lazy if isinstance(s.array, torch.Tensor)]
+        self._watched = [(s.spec.key, s.array) for s in lazy if isinstance(s.array, torch.Tensor)]
         self._versions = [_version(a) for _, a in self._watched]
         self.storages = frozenset(a.untyped_storage().data_ptr() for _, a in self._watched)
 
     @property
     def lazy_bytes(self) -> int:
         """Bytes that are copied behind the training."""
-        return sum(a.nbytes for _, a in self._watched)
+        return self.placed.at.lazy_bytes
 
     def changed_leaf(self) -> str | None:
         """Key of a leaf that was written to since the boundary. On the training thread."""
@@ -283,7 +262,7 @@ class LazyCopy:
 
     def forget(self) -> None:
         """Let go of the sources: whoever keeps the handle of a save keeps no memory."""
-        self.placed = _NOTHING
+        self.placed = NOTHING
         self._watched, self._versions, self._canaries, self._device = [], [], [], None
 
     def _copy(self, between: Callable[[], None]) -> None:
@@ -294,8 +273,8 @@ class LazyCopy:
             values = np.frombuffer(self.slot.canaries, np.uint8)
             for picked, at in self._canaries:
                 self._device.issue(picked, values[at : at + picked.numel()], 0)
-        for source, extent in zip(self.placed.sources, self.placed.extents, strict=True):
-            if not (source.lazy or source.deferred):
+        for source, extent in zip(self.placed.sources, self.placed.at.extents, strict=True):
+            if not (source.spec.lazy or source.deferred):
                 self._note(extent.stop)
                 continue
             flat = _flat(source)
@@ -312,7 +291,7 @@ class LazyCopy:
             self._device.finish_issuing()
             self.issued.set()
             self._device.wait(self.slot)
-            self.slot.copied_bytes = self.placed.layout.image_bytes
+            self.slot.copied_bytes = self.placed.at.layout.image_bytes
 
     def _note(self, upto: int) -> None:
         if self._device is None and upto > self.slot.copied_bytes:

@@ -28,16 +28,16 @@ from asymcheck.device.items import (
     Finish,
     Item,
     ModuleItem,
-    OptimizerItem,
     Params,
     Restoring,
     StatefulItem,
     TensorItem,
     ValueItem,
 )
-from asymcheck.device.leaves import Collector, Places, check_size
+from asymcheck.device.leaves import Collector, Known, Places, check_size
 from asymcheck.device.matching import Matching
 from asymcheck.device.naming import canonical_names, escape
+from asymcheck.device.optimizer import OptimizerItem
 from asymcheck.device.tree import Decoder, Encoder, Json
 from asymcheck.errors import CorruptCheckpoint, StateError
 from asymcheck.storage.index import TREE_KEY, Index
@@ -102,6 +102,7 @@ class State:
         if not items:
             raise StateError("", "expected at least one object to save, found none")
         self._items = {name: _classify(name, value) for name, value in items.items()}
+        self._known: Known = {}
         seen: dict[int, str] = {}
         for name, value in items.items():
             first = seen.setdefault(id(value), name)
@@ -120,7 +121,7 @@ class State:
             StateError: Something cannot be saved; names its path.
             CaptureError: A ``state_dict()`` raised.
         """
-        collector = Collector()
+        collector = Collector(self._known)
         encoder = Encoder(collector.add)
         params = self._params()
         items = {
@@ -128,6 +129,9 @@ class State:
             for name, item in self._items.items()
         }
         tree = {"items": items, "rng": encoder.encode(rng.get_states(), _RNG)}
+        self._known = collector.known
+        self._known = collector.known
+        self._known = collector.known
         collector.add_tree(json.dumps(tree, separators=(",", ":"), allow_nan=False).encode())
         return collector
 

@@ -63,7 +63,9 @@ class Encoder:
         Raises:
             StateError: It holds something that has no tag, a cycle, or is nested too deeply.
         """
-        simple = _encode_scalar(value)
+        if type(value) is torch.Tensor and value.is_cpu:
+            return {"$leaf": self._leaf(path, value)}
+        simple = NotImplemented if type(value) is dict else _encode_scalar(value)
         if simple is not NotImplemented:
             return simple
         if id(value) in self._open:
@@ -78,6 +80,8 @@ class Encoder:
 
     def _encode_compound(self, value: Any, path: str) -> Json:  # noqa: ANN401
         kind = type(value)
+        if kind is dict:
+            return self._encode_mapping(value, path)
         if isinstance(value, enum.Enum):
             return self._encode_enum(value, path)
         if isinstance(value, torch.Tensor):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 KiB = 1 << 10
 MiB = 1 << 20
@@ -24,8 +25,7 @@ def align_up(nbytes: int, to_bytes: int) -> int:
     return -(-nbytes // to_bytes) * to_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """A half-open range ``[start, stop)`` of the image, in bytes."""
 
     start: int

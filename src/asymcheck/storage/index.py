@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from asymcheck.errors import CorruptCheckpoint
 from asymcheck.planning.layout import CHUNK_BYTES, PAGE_BYTES, align_up
@@ -33,8 +33,7 @@ RAW = "raw"
 CODEC = re.compile(r"[a-z0-9][a-z0-9+._-]{0,39}\Z")
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """One array of the state, as a range of the image.
 
     Attributes:

@@ -34,7 +34,12 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 
 def seal(value: Mapping[str, Any]) -> bytes:
     """``value`` as one line of ASCII JSON that ends with its own hash."""
-    body = json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")[:-1]
+    return seal_text(json.dumps(value, separators=(",", ":"), allow_nan=False)[:-1])
+
+
+def seal_text(text: str) -> bytes:
+    """The seal of a JSON object that is given as ASCII text without its closing brace."""
+    body = text.encode("ascii")
     return body + f',"hash":"{digest(body)}"}}\n'.encode("ascii")
 
 

@@ -1,0 +1,142 @@
+"""Where the leaves of a state lie in the image: worked out once, kept from save to save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from asymcheck.capture import CANARY_TURNS, Canary, dump_geometry, place_canary
+from asymcheck.device.leaves import Collector, Source, Spec
+from asymcheck.planning.layout import Extent, Layout, lay_out
+from asymcheck.storage.index import Leaf
+
+Spots = np.ndarray[tuple[int], np.dtype[np.intp]]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where leaves lie, whatever their values are: the same from save to save.
+
+    Attributes:
+        specs: What the leaves are, ascending in the image.
+        leaves: What the index says of them, in the same order.
+        extents: Where they lie, in the same order.
+        layout: The whole.
+        canaries: For each lazy leaf.
+        spots: Of every byte of the canaries, its offset in its leaf.
+    """
+
+    specs: tuple[Spec, ...]
+    leaves: tuple[Leaf, ...]
+    extents: tuple[Extent, ...]
+    layout: Layout
+    canaries: tuple[Canary, ...]
+    spots: Spots
+
+    @cached_property
+    def lazy(self) -> tuple[int, ...]:
+        """Which leaves are lazy."""
+        return tuple(i for i, s in enumerate(self.specs) if s.lazy)
+
+    @cached_property
+    def elsewhere(self) -> tuple[int, ...]:
+        """Which eager leaves may lie on a device, or must be converted."""
+        return tuple(i for i, s in enumerate(self.specs) if not (s.lazy or s.plain))
+
+    @cached_property
+    def eager_bytes(self) -> int:
+        """Bytes that are copied at the boundary."""
+        return sum(s.nbytes for s in self.specs if not s.lazy)
+
+    @cached_property
+    def lazy_bytes(self) -> int:
+        """Bytes that are copied behind the training."""
+        return sum(s.nbytes for s in self.specs if s.lazy)
+
+    @cached_property
+    def canary_bytes(self) -> int:
+        """Bytes of all canary values."""
+        return sum(c.nbytes for c in self.canaries)
+
+    @cached_property
+    def geometry(self) -> str:
+        """The part of the description of a capture that is the same from save to save."""
+        return dump_geometry(self.leaves, self.layout.chunks, self.canaries, self.kinds)
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """Kind of each leaf."""
+        return tuple(s.kind for s in self.specs)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Leaves with a place in the image.
+
+    Attributes:
+        at: Their places.
+        sources: The leaves as they are now, ascending in the image.
+    """
+
+    at: Placement
+    sources: tuple[Source, ...]
+
+
+class Placer:
+    """Decides where each leaf lies, and keeps what it decided for leaves of the same kind."""
+
+    def __init__(self) -> None:
+        self._specs: list[Spec] = []
+        self._order: list[int] = []
+        self._turns: dict[int, Placement] = {}
+
+    def place(self, collected: Collector, turn: int) -> Placed:
+        """Give the leaves their places.
+
+        Args:
+            collected: The leaves.
+            turn: Counts the captures; moves the canaries.
+        """
+        specs = [s.spec for s in collected.sources]
+        if specs != self._specs:
+            self._specs, self._turns = specs, {}
+        turn %= CANARY_TURNS
+        found = self._turns.get(turn)
+        if found is None:
+            layout = lay_out([s.nbytes for s in specs])
+            places = [(e.start, e.stop) for e in layout.leaves]
+            self._order = sorted(range(len(specs)), key=places.__getitem__)
+            found = _placement(layout, self._order, specs, turn)
+            self._turns[turn] = found
+        sources = collected.sources
+        return Placed(found, tuple([sources[i] for i in self._order]))
+
+
+def _placement(layout: Layout, order: list[int], specs: list[Spec], turn: int) -> Placement:
+    ordered = tuple([specs[i] for i in order])
+    extents = tuple([layout.leaves[i] for i in order])
+    leaves = tuple(
+        Leaf(s.key, s.dtype, s.shape, e.start, s.nbytes, s.order)
+        for s, e in zip(ordered, extents, strict=True)
+    )
+    canaries = tuple(
+        place_canary(i, e.start, s.nbytes, s.itemsize, turn)
+        for i, (s, e) in enumerate(zip(ordered, extents, strict=True))
+        if s.lazy
+    )
+    spots = [
+        (
+            c.first
+            - extents[c.leaf].start
+            + np.add.outer(np.arange(c.count) * c.stride, range(c.width))
+        ).ravel()
+        for c in canaries
+    ]
+    return Placement(
+        ordered, leaves, extents, layout, canaries, np.concatenate([np.zeros(0, np.intp), *spots])
+    )
+
+
+NOTHING = Placed(_placement(lay_out([]), [], [], 0), ())
