@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from asymcheck.planning.windows import idle_s, total_s
@@ -48,6 +51,21 @@ def test_the_model_gives_the_table_of_the_physics(
         assert 100 * found[policy] == pytest.approx(percent, abs=TOLERANCE), policy
         if percent == 0.0:
             assert found[policy] < 0.001, policy
+
+
+def test_the_table_of_the_docs_is_the_table_of_the_model(
+    rows: dict[tuple[float, float, float, bool], Row],
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "cost-model.md").read_text(encoding="utf-8")
+    line = r"^\| (\d+) GB, (\d+) GB/s \| ([\d.]+) \| (yes|no) \| (.*) \|$"
+    shown = {
+        (float(size), float(rate), float(ratio), shared == "yes"): cells.split(" | ")
+        for size, rate, ratio, shared, cells in re.findall(line, text, re.M)
+    }
+    assert shown == {
+        key: [f"{abs(100 * row.overheads[policy]):.1f}" for policy in POLICIES]
+        for key, row in rows.items()
+    }
 
 
 def test_where_the_copy_takes_longer_than_the_step_no_policy_matters(
