@@ -178,6 +178,21 @@ def test_a_slower_step_than_planned_is_no_reason_to_stall_where_a_deadline_lets_
     assert early.copy_end_s == pytest.approx(12.0 - 10.0 / 0.9 + 10.0)
 
 
+def test_a_copy_that_is_late_when_a_window_begins_is_let_go_for_good() -> None:
+    plan = PartitionPlan((500, 1000), (Window("forward", 5.5), Window("backward", 5.5)), 1000)
+    # 10 s of copying with 11 s to go: late at once, though it would not be after 5 s of them.
+    assert predict(plan, plan.windows, 100.0, Gate("windows", 0.1)).copy_end_s == 10.0
+    assert predict(plan, plan.windows, 100.0, Gate("windows", 0.05)).copy_end_s > 10.0
+
+
+def test_a_window_that_overruns_takes_nothing_from_the_planned_time_of_the_next() -> None:
+    plan = PartitionPlan((0, 800), (Window("forward", 1.0), Window("backward", 10.0)), 800)
+    overrun = (Window("forward", 5.0), Window("backward", 10.0))
+    found = predict(plan, overrun, 100.0, WITH_DEADLINE)
+    assert found.window_bytes == (0, 800)
+    assert found.copy_end_s == 13.0
+
+
 def test_a_window_lasts_longer_by_what_copying_takes_from_it() -> None:
     step = (Window("forward", 2.0), Window("backward", 3.0, 1.0))
     contention = costing(forward=0.5, backward=0.0, busy=0.25)
