@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 
+from asymcheck.decoding import Decoding, Loaded
 from asymcheck.device.leaves import Sink
 from asymcheck.device.state import RestorePlan, State, tree_leaf_bytes
 from asymcheck.errors import (
@@ -21,15 +24,19 @@ from asymcheck.errors import (
 )
 from asymcheck.events import Sink as SpanSink
 from asymcheck.events import Stage, timed
-from asymcheck.planning.layout import CHUNK_BYTES
 from asymcheck.planning.retention import CheckpointId
-from asymcheck.storage.index import TREE_KEY, Chunk, Index, Leaf
+from asymcheck.storage.index import RAW, TREE_KEY, Chunk, Index, Leaf
 from asymcheck.storage.listing import Listing
 from asymcheck.storage.reader import OpenCheckpoint
 from asymcheck.storage.repository import Repository
 
 _LOOKS = 100
 """How often a restore looks again because a writer removed what it was about to read."""
+
+_DECODERS = 4
+"""Chunks decoded at a time; one more may be loaded meanwhile."""
+
+_Sinks = Mapping[str, Sequence[Sink]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +214,6 @@ class _Loading:
         self._state = state
         self._strict = strict
         self._cast = cast
-        self._scratch = bytearray()
         self.touched = False
         self.restored_bytes = 0
 
@@ -220,9 +226,10 @@ class _Loading:
                     f"release restores checkpoints of one rank"
                 )
             index = checkpoint.indexes[0]
-            text = self._read_tree(checkpoint, index)
+            decoding = Decoding(checkpoint)
+            text = self._read_tree(decoding, index)
             plan = self._state.plan(index, text, strict=self._strict, cast=self._cast)
-            self._read_leaves(checkpoint, index, plan.places.sinks)
+            self._read_leaves(checkpoint, decoding, index, plan.places.sinks)
         self.touched = True
         problems = plan.finish()
         return self._report(plan, problems)
@@ -238,63 +245,96 @@ class _Loading:
             cast_keys=tuple(matching.cast),
         )
 
-    def _read_tree(self, checkpoint: OpenCheckpoint, index: Index) -> bytes:
+    def _read_tree(self, decoding: Decoding, index: Index) -> bytes:
         tree_leaf_bytes(index)
-        return checkpoint.read_leaf(index, next(x for x in index.leaves if x.key == TREE_KEY))
+        return decoding.read_leaf(index, next(x for x in index.leaves if x.key == TREE_KEY))
 
     def _read_leaves(
-        self, checkpoint: OpenCheckpoint, index: Index, sinks: Mapping[str, Sequence[Sink]]
+        self, checkpoint: OpenCheckpoint, decoding: Decoding, index: Index, sinks: _Sinks
     ) -> None:
-        leaves = [leaf for leaf in index.leaves if leaf.nbytes]
-        starts = [leaf.at for leaf in leaves]
-        for chunk in index.chunks:
-            i = max(0, bisect_right(starts, chunk.at) - 1)
-            hit = []
-            while i < len(leaves) and leaves[i].at < chunk.stop:
-                if leaves[i].stop > chunk.at and sinks.get(leaves[i].key):
-                    hit.append(leaves[i])
-                i += 1
-            if hit:
-                self._read_chunk(checkpoint, index, chunk, hit, sinks)
+        """Read chunk after chunk; a few of them are decoded beside that, in threads.
 
-    def _read_chunk(
-        self,
-        checkpoint: OpenCheckpoint,
-        index: Index,
-        chunk: Chunk,
-        hit: Sequence[Leaf],
-        sinks: Mapping[str, Sequence[Sink]],
-    ) -> None:
-        if len(hit) == 1 and hit[0].at <= chunk.at and chunk.stop <= hit[0].stop:
-            # A piece of one large leaf: straight into its live memory, where there is such.
-            leaf, lo = hit[0], chunk.at - hit[0].at
-            first, *rest = sinks[leaf.key]
-            _check_whole_elements(leaf, chunk, first)
-            live = first.memory(lo, lo + chunk.nbytes)
-            if live is not None and chunk.codec == "raw":
-                self.touched = True
-                checkpoint.read(index, chunk, live)
-                self.restored_bytes += chunk.nbytes
-                for sink in rest:
-                    sink.put(lo, np.frombuffer(live, np.uint8))
-                return
-        raw = self._decoded(checkpoint, index, chunk)
+        What fails is told in the order of the chunks. When this ends, no thread writes any more.
+        """
+        pool = ThreadPoolExecutor(_DECODERS, "asymcheck-decode")
+        coming: deque[tuple[_Piece, Loaded, Future[memoryview]]] = deque()
+        try:
+            for piece in _pieces(index, sinks):
+                if piece.chunk.codec == RAW and piece.live is not None:
+                    self.touched = True
+                    checkpoint.read(index, piece.chunk, piece.live)
+                    self._put(piece, piece.live)
+                    continue
+                loaded = decoding.load(index, piece.chunk)
+                if piece.chunk.codec == RAW:
+                    self._put(piece, loaded.raw())
+                    loaded.release()
+                    continue
+                self.touched = self.touched or piece.live is not None
+                coming.append((piece, loaded, pool.submit(_decoded, loaded, piece.live)))
+                if len(coming) > _DECODERS:
+                    self._finish(*coming.popleft())
+            while coming:
+                self._finish(*coming.popleft())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _finish(self, piece: _Piece, loaded: Loaded, decoded: Future[memoryview]) -> None:
+        self._put(piece, decoded.result())
+        loaded.release()
+
+    def _put(self, piece: _Piece, raw: memoryview) -> None:
+        """Write the bytes to every sink that does not have them yet."""
         self.touched = True
-        for leaf in hit:
+        chunk = piece.chunk
+        for leaf, sinks in piece.hit:
             lo, hi = max(chunk.at, leaf.at), min(chunk.stop, leaf.stop)
-            piece = np.frombuffer(raw[lo - chunk.at : hi - chunk.at], np.uint8)
-            for sink in sinks[leaf.key]:
-                _check_whole_elements(leaf, chunk, sink)
-                sink.put(lo - leaf.at, piece)
+            for sink in sinks if piece.live is None else sinks[1:]:
+                sink.put(lo - leaf.at, np.frombuffer(raw[lo - chunk.at : hi - chunk.at], np.uint8))
             self.restored_bytes += hi - lo
 
-    def _decoded(self, checkpoint: OpenCheckpoint, index: Index, chunk: Chunk) -> memoryview:
-        """The raw bytes of a chunk, in scratch memory that the next call reuses."""
-        if len(self._scratch) < chunk.stored_bytes:
-            self._scratch = bytearray(min(max(chunk.stored_bytes, 1 << 20), 2 * CHUNK_BYTES))
-        raw = memoryview(self._scratch)[: chunk.stored_bytes]
-        checkpoint.read(index, chunk, raw)
-        return raw
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A chunk, and where its bytes go.
+
+    Attributes:
+        chunk: The chunk.
+        hit: The leaves with bytes in it that something live takes, and what takes them.
+        live: Where it is a piece of one large leaf: live memory of all of it, if there is such.
+    """
+
+    chunk: Chunk
+    hit: Sequence[tuple[Leaf, Sequence[Sink]]]
+    live: memoryview | None
+
+
+def _pieces(index: Index, sinks: _Sinks) -> Iterator[_Piece]:
+    leaves = [leaf for leaf in index.leaves if leaf.nbytes]
+    starts = [leaf.at for leaf in leaves]
+    for chunk in index.chunks:
+        i = max(0, bisect_right(starts, chunk.at) - 1)
+        hit = []
+        while i < len(leaves) and leaves[i].at < chunk.stop:
+            if leaves[i].stop > chunk.at and sinks.get(leaves[i].key):
+                hit.append((leaves[i], sinks[leaves[i].key]))
+            i += 1
+        for leaf, takers in hit:
+            for sink in takers:
+                _check_whole_elements(leaf, chunk, sink)
+        live = None
+        if len(hit) == 1 and hit[0][0].at <= chunk.at and chunk.stop <= hit[0][0].stop:
+            lo = chunk.at - hit[0][0].at
+            live = hit[0][1][0].memory(lo, lo + chunk.nbytes)
+        if hit:
+            yield _Piece(chunk, hit, live)
+
+
+def _decoded(loaded: Loaded, live: memoryview | None) -> memoryview:
+    if live is None:
+        return loaded.raw()
+    loaded.decode(live)
+    return live
 
 
 def _check_whole_elements(leaf: Leaf, chunk: Chunk, sink: Sink) -> None:

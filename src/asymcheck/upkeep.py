@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from asymcheck import decoding
 from asymcheck.errors import (
     CorruptCheckpoint,
     NoCheckpoint,
@@ -142,13 +143,13 @@ def none_such(
 def examine(
     repository: Repository, at: CheckpointId
 ) -> tuple[Literal["ok", "damaged", "newer", "removed"], list[Damage]]:
-    """Read every byte of a checkpoint; blocks.
+    """Read and decode every byte of a checkpoint; blocks.
 
     Returns:
         The verdict and the findings. ``removed``, without findings: a running job took it
         away meanwhile, which is no damage.
     """
-    findings = list(repository.verify(at))
+    findings = list(decoding.verify(repository, at))
     if not findings:
         return "ok", []
     try:
@@ -180,12 +181,14 @@ def read_state(checkpoint: OpenCheckpoint) -> dict[str, Any]:
 
     Raises:
         CorruptCheckpoint: It is damaged.
+        IncompatibleCheckpoint: It is stored with a codec that is not known here.
     """
     index = checkpoint.indexes[0]
     for leaf in index.leaves:
         if leaf.key == TREE_KEY:
+            text = decoding.Decoding(checkpoint).read_leaf(index, leaf)
             try:
-                tree = json.loads(checkpoint.read_leaf(index, leaf), parse_constant=_refuse)
+                tree = json.loads(text, parse_constant=_refuse)
             except (ValueError, RecursionError) as bad:
                 raise CorruptCheckpoint("(state)", f"not a state tree: {bad}") from None
             if not isinstance(tree, dict) or _is_deep(tree):
@@ -266,15 +269,16 @@ class PrunePlan:
     def agreed(self, shown: PrunePlan) -> PrunePlan:
         """This plan, without what an earlier one that was agreed to did not show."""
         same = {(row.at, row.standing) for row in shown.gone}
-        return replace(self, gone=[r for r in self.gone if (r.at, r.standing) in same])
+        gone = [r for r in self.gone if (r.at, r.standing) in same]
+        return replace(self, gone=_spare_bases(self.listing, gone))
 
 
 def plan_prune(repository: Repository, wanted: Wanted) -> PrunePlan:
     """Work out what goes; changes nothing.
 
     What stays always: the newest checkpoint, the one that the newest attempt continued from
-    (it may not have committed yet), everything of another run, and what only a newer release
-    can read.
+    (it may not have committed yet), the base of every delta that stays, everything of another
+    run, and what only a newer release can read.
 
     Raises:
         OptionError: The metric is recorded in no checkpoint.
@@ -303,6 +307,7 @@ def plan_prune(repository: Repository, wanted: Wanted) -> PrunePlan:
     if wanted.damaged:
         going.add("damaged")
     gone = [row for row in rows if row.standing in going and row.at not in stays]
+    gone = _spare_bases(listing, gone)
     for row in gone:
         if row.standing == "damaged":
             read_all(repository.store, manifest_name(row.at))
@@ -313,6 +318,11 @@ def plan_prune(repository: Repository, wanted: Wanted) -> PrunePlan:
         [row for row in rows if row not in gone],
         listing.leftovers_before(attempt) if wanted.leftovers else [],
     )
+
+
+def _spare_bases(listing: Listing, gone: Sequence[Row]) -> list[Row]:
+    spared = set(listing.spare_bases([row.at for row in gone]))
+    return [row for row in gone if row.at in spared]
 
 
 def _check_monitor(
@@ -341,7 +351,7 @@ def prune(repository: Repository, plan: PrunePlan, *, verify: bool) -> None:
     committed = [row.at for row in plan.gone if row.at in plan.listing.committed]
     if committed and verify:
         newest = max(plan.listing.committed)
-        for damage in repository.verify(newest):
+        for damage in decoding.verify(repository, newest):
             raise CorruptCheckpoint(
                 say(newest),
                 f"the newest checkpoint is damaged, so nothing was removed: an older one may be "

@@ -34,6 +34,7 @@ from asymcheck import (
     IncompatibleCheckpoint,
     StoreError,
 )
+from asymcheck.decoding import Decoding, verify
 from asymcheck.errors import CaptureError
 from asymcheck.planning.policy import Admission
 from asymcheck.planning.retention import CheckpointId
@@ -149,14 +150,14 @@ def test_one_flipped_bit_is_named_and_the_step_before_is_loaded(
     (tmp_path / name).write_bytes(data)
 
     repository = open_repository(LocalStore(tmp_path))
-    (damage,) = repository.verify(CheckpointId(1, 2))
+    (damage,) = verify(repository, CheckpointId(1, 2))
     assert damage.where.startswith(name)
     if name == PACK:
         offset = second.offset if part == "payload of big" else first.offset
         assert damage.at_byte == offset
         assert f"{PACK} at byte {offset}" in damage.where
         assert ("big" if part == "payload of big" else "w") in damage.keys
-    assert list(repository.verify(CheckpointId(1, 1))) == []
+    assert list(verify(repository, CheckpointId(1, 1))) == []
 
     state = {"w": torch.zeros(FLOATS), "big": torch.zeros(20_000)}
     with pytest.raises(CorruptCheckpoint, match=name.partition("/")[2][:20]):
@@ -329,7 +330,7 @@ def test_with_a_worsening_metric_the_newest_and_the_best_are_there(tmp_path: Pat
     committed = repository.survey().committed
     best = min(committed, key=lambda at: committed[at].metrics["loss"])
     assert best.step == 1
-    assert list(repository.verify(best)) == []
+    assert list(verify(repository, best)) == []
     assert _latest(tmp_path) == 5
 
 
@@ -343,7 +344,7 @@ def test_two_jobs_that_remove_and_a_reader_never_hurt_each_other(tmp_path: Path)
         say("ready")
         for _ in range(40):
             for at in repository.survey().committed:
-                for damage in repository.verify(at):
+                for damage in verify(repository, at):
                     # The only finding that there may be: it was removed since it was listed.
                     assert "is not there" in damage.why, damage
 
@@ -749,7 +750,7 @@ def golden() -> Iterator[ModuleType]:
 def test_the_golden_checkpoint_of_version_1_loads_bit_for_bit(golden: ModuleType) -> None:
     """E8: older versions of the format stay readable for ever."""
     files = {p: p.read_bytes() for p in (GOLDEN / "v1").rglob("*") if p.is_file()}
-    assert list(open_repository(LocalStore(GOLDEN / "v1")).verify(CheckpointId(1, 100))) == []
+    assert list(verify(open_repository(LocalStore(GOLDEN / "v1")), CheckpointId(1, 100))) == []
     expected, state = golden.state(blank=False), golden.state(blank=True)
     listed = json.loads((GOLDEN / "v1.json").read_text())
     assert all(
@@ -774,7 +775,7 @@ def test_the_golden_checkpoint_holds_every_kind_of_value(golden: ModuleType) -> 
     with repository.open(CheckpointId(1, 100)) as checkpoint:
         (index,) = checkpoint.indexes
         tree = next(leaf for leaf in index.leaves if leaf.key == "")
-        text = checkpoint.read_leaf(index, tree).decode()
+        text = Decoding(checkpoint).read_leaf(index, tree).decode()
     assert [tag for tag in TAGS_OF_VERSION_1 if f'{{"{tag}":' not in text] == []
     dtypes = {leaf.dtype for leaf in index.leaves}
     assert {*golden.DTYPES, *(f"numpy:{d}" for d in golden.NUMPY_DTYPES)} <= dtypes

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, handover
+from asymcheck.decoding import verify
 from asymcheck.errors import CheckpointError, NoCheckpoint
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.recovery import CheckpointWarning
@@ -248,7 +249,7 @@ def assert_nothing_half_written(raw: Store) -> None:
     assert not listing.damaged
     assert not listing.foreign
     for at in listing.committed:
-        assert list(repository.verify(at)) == []
+        assert list(verify(repository, at)) == []
 
 
 def assert_nothing_left_over(raw: Store) -> None:

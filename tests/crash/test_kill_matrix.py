@@ -26,6 +26,7 @@ from torch import nn
 
 import asymcheck
 from asymcheck import Checkpointer, snapshotter
+from asymcheck.decoding import verify
 from asymcheck.memory.arena import SHARED_MEMORY, Slot, slots_of
 from asymcheck.memory.process import ProcessId
 from asymcheck.snapshotter import Snapshotter
@@ -173,7 +174,7 @@ class Matrix:
         listing = repository.survey()
         assert not listing.damaged
         assert not listing.leftovers
-        assert not [d for at in listing.committed for d in repository.verify(at)]
+        assert not [d for at in listing.committed for d in verify(repository, at)]
         assert list(self.root.glob(".tmp/*")) == []
         assert list(slots_of(SHARED_MEMORY, self.run)) == []
         for pid in self.persisters:

@@ -23,6 +23,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asymcheck import Checkpointer
+from asymcheck.decoding import Decoding, verify
 from asymcheck.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -138,13 +139,13 @@ def read_everything(store: MemoryStore) -> None:
     repository.lineage(listing)
     found = [d.at for d in listing.damaged]
     for at in (*listing.committed, *found, AT):
-        for damage in repository.verify(at):
+        for damage in verify(repository, at):
             assert damage.why
         try:
             with repository.open(at) as checkpoint:
                 for index in checkpoint.indexes:
                     for leaf in index.leaves:
-                        assert len(checkpoint.read_leaf(index, leaf)) == leaf.nbytes
+                        assert len(Decoding(checkpoint).read_leaf(index, leaf)) == leaf.nbytes
         except CheckpointError:
             continue
 
@@ -622,7 +623,7 @@ def test_a_gap_that_is_not_zero_is_damage() -> None:
     assert first.stored_bytes % 4096, "there is a gap to damage"
     pack[first.stored_bytes] = 1
     store = store_of({**objects, PACK: bytes(pack)})
-    (damage,) = open_repository(store).verify(AT)
+    (damage,) = verify(open_repository(store), AT)
     assert "the gap after byte" in damage.why
 
 
@@ -635,7 +636,7 @@ def with_tree(tree: Any, leaves: Callable[[list[Leaf]], list[Leaf]] = list) -> M
     repository = open_repository(store)
     with repository.open(AT) as checkpoint:
         (index,) = checkpoint.indexes
-        raw = {leaf.key: checkpoint.read_leaf(index, leaf) for leaf in index.leaves}
+        raw = {leaf.key: Decoding(checkpoint).read_leaf(index, leaf) for leaf in index.leaves}
     text = tree if isinstance(tree, bytes) else json.dumps(tree).encode()
     raw[TREE_KEY] = text
     old = leaves([leaf for leaf in index.leaves if leaf.key != TREE_KEY])
@@ -679,7 +680,7 @@ def tree_text() -> bytes:
     with repository.open(AT) as checkpoint:
         (index,) = checkpoint.indexes
         leaf = next(leaf for leaf in index.leaves if leaf.key == TREE_KEY)
-        return checkpoint.read_leaf(index, leaf)
+        return Decoding(checkpoint).read_leaf(index, leaf)
 
 
 def leaf_keys() -> list[str]:

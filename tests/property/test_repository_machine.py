@@ -15,6 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from asymcheck.decoding import verify
 from asymcheck.errors import CheckpointError, NoCheckpoint, SupersededWriter
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.memory import MemoryStore
@@ -196,7 +197,7 @@ class Training(RuleBasedStateMachine):
         assert not listing.foreign
         for at, data in self.contents.items():
             assert read_bytes(reading, at) == {"w": data}
-            assert list(reading.verify(at)) == []
+            assert list(verify(reading, at)) == []
 
     @invariant()
     def the_lineage_is_the_path_that_led_to_the_newest(self) -> None:

@@ -20,6 +20,7 @@ import torch._dynamo  # before any fork: each child would load it anew
 
 from asymcheck import Checkpointer
 from asymcheck.capture import Canary, Capture, dump_capture
+from asymcheck.decoding import verify
 from asymcheck.errors import CheckpointWarning, OptionError
 from asymcheck.events import discard
 from asymcheck.handover import take_over
@@ -128,7 +129,7 @@ def test_every_sealed_slot_becomes_durable_and_the_newest_is_loaded(root: Path, 
         leave_slot(repository, dead, step, serial=serial)
     assert sorted(finish_all(repository)) == [5, 9, 10, 12]
     assert [at.step for at in repository.lineage()] == [5, 9, 10, 12]
-    assert not [d for at in repository.lineage() for d in repository.verify(at)]
+    assert not [d for at in repository.lineage() for d in verify(repository, at)]
 
 
 def test_retention_holds_for_what_is_taken_over_in_whatever_order(root: Path, dead: int) -> None:

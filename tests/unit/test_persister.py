@@ -19,6 +19,7 @@ import pytest
 
 from asymcheck import persister as persister_module
 from asymcheck.capture import Canary, Capture, dump_capture
+from asymcheck.decoding import Decoding, verify
 from asymcheck.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -137,8 +138,8 @@ class Bench:
     def read(self, step: int) -> bytes:
         with self.repository.open(CheckpointId(1, step)) as opened:
             (index,) = opened.indexes
-            assert not list(self.repository.verify(CheckpointId(1, step)))
-            return bytes(opened.read_leaf(index, index.leaves[0]))
+            assert not list(verify(self.repository, CheckpointId(1, step)))
+            return bytes(Decoding(opened).read_leaf(index, index.leaves[0]))
 
     def close(self) -> None:
         for made in self._made:

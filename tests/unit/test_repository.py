@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer
+from asymcheck.decoding import Decoding, verify
 from asymcheck.errors import (
     CorruptCheckpoint,
     IncompatibleCheckpoint,
@@ -420,7 +421,7 @@ def test_a_manifest_whose_objects_have_not_the_stated_length_is_damage(
     assert "the manifest says" in damage.why
     with pytest.raises(CorruptCheckpoint), repository.open(CheckpointId(1, 20)):
         pass
-    assert [d.at for d in repository.verify(CheckpointId(1, 20))] == [(1, 20)]
+    assert [d.at for d in verify(repository, CheckpointId(1, 20))] == [(1, 20)]
 
 
 def test_one_manifest_on_a_bad_block_is_damage_of_one_checkpoint(store: MemoryStore) -> None:
@@ -666,7 +667,7 @@ def test_a_reader_that_opened_a_checkpoint_finishes_although_it_is_removed(
             say("opened")
             assert (tmp_path / "go").exists() or wait_for(tmp_path / "go")
             (index,) = checkpoint.indexes
-            say(checkpoint.read_leaf(index, index.leaves[0]).decode())
+            say(Decoding(checkpoint).read_leaf(index, index.leaves[0]).decode())
         try:
             read_bytes(reader, CheckpointId(1, 1))
         except NoCheckpoint:
@@ -744,7 +745,7 @@ def test_two_writers_that_apply_retention_at_once_remove_no_newest(tmp_path: Pat
     repository = open_repository(LocalStore(tmp_path))
     assert repository.lineage()
     for at in repository.survey().committed:
-        assert list(repository.verify(at)) == []
+        assert list(verify(repository, at)) == []
 
 
 # --- other formats ----------------------------------------------------------

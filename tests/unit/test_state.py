@@ -21,6 +21,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from asymcheck import Checkpointer, CheckpointError, IncompatibleCheckpoint, StateError
+from asymcheck.decoding import Decoding
 from asymcheck.device.state import State
 from asymcheck.errors import CaptureError, CorruptCheckpoint
 from asymcheck.recovery import CheckpointWarning, TornRestore
@@ -689,7 +690,7 @@ with warnings.catch_warnings():
 _REPOSITORY = open_repository(_STORE)
 with _REPOSITORY.open(_REPOSITORY.lineage()[-1]) as _checkpoint:
     _INDEX = _checkpoint.indexes[0]
-    _TEXT = _checkpoint.read_leaf(_INDEX, next(x for x in _INDEX.leaves if x.key == ""))
+    _TEXT = Decoding(_checkpoint).read_leaf(_INDEX, next(x for x in _INDEX.leaves if x.key == ""))
 _PATHS = _nodes(json.loads(_TEXT))
 _junk = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.floats(allow_nan=False),

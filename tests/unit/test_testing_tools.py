@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 
+from asymcheck.decoding import verify
 from asymcheck.errors import CheckpointError, OptionError, StoreError
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.local import LocalStore
@@ -322,5 +323,5 @@ def test_bytes_come_back_from_several_packs() -> None:
     manifest = commit_bytes(repository, at, values, pack_bytes=100_000)
     assert len(manifest.packs) == 2
     assert read_bytes(repository, at) == values
-    assert list(repository.verify(at)) == []
+    assert list(verify(repository, at)) == []
     assert repository.retain(at, Retention(keep_last=1)) == []

@@ -26,8 +26,23 @@ from asymcheck.storage.sealed import (
 )
 
 FORMAT_LINE = f"asymcheck {VERSION}\n"
-FEATURES: frozenset[str] = frozenset()
-"""Values of a manifest's ``needs`` that this release understands."""
+EXACT = "exact"
+LOSSY = ("moments", "aggressive")
+"""Classes of fidelity in which what is restored is not bit-equal; all else is ``EXACT``."""
+_LOSSY = re.compile(rf"(?:{'|'.join(LOSSY)})\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The checkpoint that a delta was made against.
+
+    Attributes:
+        at: Its identity.
+        hash: xxh3-128 of its whole manifest object: no other checkpoint will do.
+    """
+
+    at: CheckpointId
+    hash: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +54,11 @@ class Manifest:
         at: The checkpoint.
         created_s: From rank 0's index.
         metrics: From rank 0's index.
-        needs: Features a reader must know.
         indexes: ``(object, hash of its bytes)`` of each rank, in rank order.
         packs: All packs, in rank order.
+        hash: xxh3-128 of the manifest object itself.
+        base: What its deltas are made against; ``None`` where it stands alone.
+        fidelity: ``exact``, or the class of what lossy codecs may have changed.
     """
 
     run: str
@@ -50,7 +67,9 @@ class Manifest:
     metrics: Mapping[str, float]
     indexes: tuple[tuple[StoredObject, str], ...]
     packs: tuple[StoredObject, ...]
-    needs: tuple[str, ...] = ()
+    hash: str
+    base: Base | None = None
+    fidelity: str = EXACT
 
     @property
     def objects(self) -> tuple[StoredObject, ...]:
@@ -63,13 +82,31 @@ class Manifest:
         return sum(o.nbytes for o in self.objects)
 
 
-def make_manifest(indexes: Sequence[tuple[Index, bytes]]) -> bytes:
-    """The manifest over all ranks' indexes: a pure function of them.
+def _needs(base: Base | None, fidelity: str) -> list[str]:
+    """What a reader must know of, in the one order that there is."""
+    return [*(["base"] if base is not None else []), *(["lossy"] if fidelity != EXACT else [])]
+
+
+FEATURES = frozenset({"base", "lossy"})
+"""Values of a manifest's ``needs`` that this release understands."""
+
+
+def make_manifest(
+    indexes: Sequence[tuple[Index, bytes]], *, base: Base | None = None, fidelity: str = EXACT
+) -> bytes:
+    """The manifest over all ranks' indexes: a pure function of what it is given.
 
     Args:
         indexes: Each rank's index and the bytes it is stored as, in rank order.
+        base: What the deltas among their chunks are made against.
+        fidelity: ``exact``, ``moments`` or ``aggressive``.
     """
     first = indexes[0][0]
+    more: dict[str, object] = {}
+    if base is not None:
+        more["base"] = [*base.at, base.hash]
+    if fidelity != EXACT:
+        more["fidelity"] = fidelity
     return seal(
         {
             "format": f"asymcheck {VERSION}",
@@ -78,12 +115,13 @@ def make_manifest(indexes: Sequence[tuple[Index, bytes]]) -> bytes:
             "attempt": first.at.attempt,
             "created_s": first.created_s,
             "metrics": {k: dump_metric(v) for k, v in first.metrics.items()},
-            "needs": [],
+            "needs": _needs(base, fidelity),
             "indexes": [
                 {"name": index_name(i.at, i.rank), "bytes": len(data), "hash": digest(data)}
                 for i, data in indexes
             ],
             "packs": [{"name": p.name, "bytes": p.nbytes} for i, _ in indexes for p in i.packs],
+            **more,
         }
     )
 
@@ -112,11 +150,15 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         "needs",
         "indexes",
         "packs",
+        "base",
+        "fidelity",
     )
     get = Fields(raw, where, known)
-    if get.items("needs") != needs:
-        raise get.fail("needs: expected texts")
     at = CheckpointId(get.integer("attempt"), get.integer("step"))
+    base = _parse_base(get, at) if get.has("base") else None
+    fidelity = get.text("fidelity", _LOSSY) if get.has("fidelity") else EXACT
+    if get.items("needs") != _needs(base, fidelity):
+        raise get.fail(f"needs: expected {_needs(base, fidelity)}, found {short(raw['needs'])}")
     indexes = []
     rows = get.items("indexes")
     if not 1 <= len(rows) <= MAX_RANK + 1:
@@ -144,8 +186,22 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         metrics=parse_metrics(get),
         indexes=tuple(indexes),
         packs=packs,
-        needs=tuple(needs),
+        hash=digest(data),
+        base=base,
+        fidelity=fidelity,
     )
+
+
+def _parse_base(get: Fields, at: CheckpointId) -> Base:
+    row = get.items("base")
+    if len(row) != 3:
+        raise get.fail(f"base: expected [attempt, step, hash], found {short(row)}")
+    names = ("attempt", "step", "hash")
+    named = Fields(dict(zip(names, row, strict=True)), f"{get.where}: base", names)
+    base = CheckpointId(named.integer("attempt"), named.integer("step"))
+    if base >= at:
+        raise get.fail(f"base: expected an older checkpoint, found {short(row)}")
+    return Base(base, named.text("hash", HASH))
 
 
 def _listed(value: object) -> list[object]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from asymcheck.errors import CorruptCheckpoint, NoCheckpoint, ObjectNotFound
 from asymcheck.planning.layout import PAGE_BYTES, align_up
 from asymcheck.planning.retention import CheckpointId
-from asymcheck.storage.index import Chunk, Index, Leaf, StoredObject, chunks_of, parse_index
-from asymcheck.storage.manifest import Manifest, parse_manifest
+from asymcheck.storage.index import Chunk, Index, StoredObject, parse_index
+from asymcheck.storage.manifest import Base, Manifest, parse_manifest
 from asymcheck.storage.names import index_name, manifest_name, step_folder
 from asymcheck.storage.sealed import digest
 from asymcheck.storage.store import Readable, Store, read_all
@@ -25,11 +25,13 @@ class OpenCheckpoint:
     Attributes:
         manifest: Its manifest.
         indexes: The index of each rank.
+        base: The checkpoint that its deltas are made against, open as well.
     """
 
     manifest: Manifest
     indexes: tuple[Index, ...]
     _packs: Mapping[str, Readable] = field(repr=False)
+    base: OpenCheckpoint | None = None
 
     def read(self, index: Index, chunk: Chunk, into: memoryview) -> None:
         """Fill ``into`` with the stored bytes of a chunk and check them; blocks.
@@ -61,62 +63,73 @@ class OpenCheckpoint:
             if any(gap):
                 raise CorruptCheckpoint(where, f"the gap after byte {end} is not zero")
 
-    def read_leaf(self, index: Index, leaf: Leaf) -> bytes:
-        """The raw bytes of one leaf; for small ones. Blocks.
-
-        Raises:
-            CorruptCheckpoint: The bytes are not those that were committed.
-            StoreError: The medium failed.
-        """
-        data = bytearray(leaf.nbytes)
-        for chunk in chunks_of(leaf, index.chunks):
-            raw = memoryview(bytearray(chunk.stored_bytes))
-            self.read(index, chunk, raw)
-            lo, hi = max(chunk.at, leaf.at), min(chunk.stop, leaf.stop)
-            data[lo - leaf.at : hi - leaf.at] = raw[lo - chunk.at : hi - chunk.at]
-        return bytes(data)
-
 
 @contextmanager
 def open_checkpoint(store: Store, at: CheckpointId) -> Iterator[OpenCheckpoint]:
-    """Open every object of a checkpoint; retention cannot pull it away any more on a medium
-    whose open objects survive their deletion.
+    """Open every object of a checkpoint, and of its base where it has one; retention cannot
+    pull it away any more on a medium whose open objects survive their deletion.
 
     Raises:
         NoCheckpoint: It does not exist (any more).
-        CorruptCheckpoint: Its manifest or an index is damaged, or an object is missing.
+        CorruptCheckpoint: Its manifest or an index is damaged, or an object is missing; or its
+            base is gone, damaged, another one than it was, or itself a delta.
         IncompatibleCheckpoint: It needs a newer release.
         StoreError: The medium failed.
     """
     name = manifest_name(at)
     try:
-        manifest = parse_manifest(read_all(store, name), name)
         with ExitStack() as stack:
-            indexes = []
-            for stored, expected in manifest.indexes:
-                data = read_all(store, stored.name, stored.nbytes)
-                if digest(data) != expected:
-                    raise CorruptCheckpoint(
-                        stored.name, f"hash is {digest(data)}, the manifest says {expected}"
-                    )
-                indexes.append(parse_index(data, stored.name))
-            check_indexes(manifest, indexes)
-            packs = {}
-            for pack in manifest.packs:
-                opened = stack.enter_context(store.open(pack.name))
-                if opened.nbytes != pack.nbytes:
-                    raise CorruptCheckpoint(
-                        pack.name, f"{opened.nbytes} bytes, the manifest says {pack.nbytes}"
-                    )
-                packs[pack.name] = opened
-            read_all(store, name)  # still there: everything opened belongs to it
-            yield OpenCheckpoint(manifest, tuple(indexes), packs)
+            opened = _opened(store, at, stack)
+            # Still there: everything opened belongs to it. The base goes later than its deltas.
+            read_all(store, name)
+            yield opened
     except ObjectNotFound as failure:
         if any(e.name == name for e in store.list(step_folder(at.step))):
             raise CorruptCheckpoint(name, f"what it names is missing: {failure}") from failure
         raise NoCheckpoint(
             f"step {at.step} (attempt {at.attempt}) in {store.url} is not there: {failure}"
         ) from failure
+
+
+def _opened(
+    store: Store, at: CheckpointId, stack: ExitStack, named: Base | None = None
+) -> OpenCheckpoint:
+    """Open it as the base that a delta named, or (``None``) for its own sake."""
+    name = manifest_name(at)
+    manifest = parse_manifest(read_all(store, name), name)
+    if named is not None and manifest.hash != named.hash:
+        raise CorruptCheckpoint(name, f"hash is {manifest.hash}, its delta says {named.hash}")
+    if named is not None and manifest.base is not None:
+        raise CorruptCheckpoint(name, "it is a delta itself, which no base may be")
+    base = None if manifest.base is None else _opened_base(store, manifest.base, name, stack)
+    indexes = []
+    for stored, expected in manifest.indexes:
+        data = read_all(store, stored.name, stored.nbytes)
+        if digest(data) != expected:
+            raise CorruptCheckpoint(
+                stored.name, f"hash is {digest(data)}, the manifest says {expected}"
+            )
+        indexes.append(parse_index(data, stored.name))
+    check_indexes(manifest, indexes)
+    packs = {}
+    for pack in manifest.packs:
+        opened = stack.enter_context(store.open(pack.name))
+        if opened.nbytes != pack.nbytes:
+            raise CorruptCheckpoint(
+                pack.name, f"{opened.nbytes} bytes, the manifest says {pack.nbytes}"
+            )
+        packs[pack.name] = opened
+    return OpenCheckpoint(manifest, tuple(indexes), packs, base)
+
+
+def _opened_base(store: Store, named: Base, delta: str, stack: ExitStack) -> OpenCheckpoint:
+    spoken_of = f"its base, step {named.at.step} (attempt {named.at.attempt}),"
+    try:
+        return _opened(store, named.at, stack, named)
+    except ObjectNotFound as failure:
+        raise ObjectNotFound(f"{spoken_of} is gone: {failure}") from failure
+    except CorruptCheckpoint as failure:
+        raise CorruptCheckpoint(delta, f"{spoken_of} is damaged: {failure}") from failure
 
 
 def keys_of(index: Index, chunk: Chunk) -> tuple[str, ...]:

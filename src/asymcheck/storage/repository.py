@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 
 from asymcheck.errors import (
@@ -33,10 +33,18 @@ from asymcheck.planning.retention import (
     lineage_of,
 )
 from asymcheck.storage.index import Index, dump_index
-from asymcheck.storage.listing import Damage, Listing, same_checkpoint, wrong_length
+from asymcheck.storage.listing import (
+    Damage,
+    Listing,
+    missing_base,
+    same_checkpoint,
+    wrong_length,
+)
 from asymcheck.storage.manifest import (
+    EXACT,
     FORMAT_LINE,
     Attempt,
+    Base,
     Manifest,
     check_format_line,
     dump_attempt,
@@ -56,7 +64,7 @@ from asymcheck.storage.names import (
     parse_name,
     step_folder,
 )
-from asymcheck.storage.reader import OpenCheckpoint, keys_of, open_checkpoint
+from asymcheck.storage.reader import OpenCheckpoint, open_checkpoint
 from asymcheck.storage.sealed import Fields, seal, unseal
 from asymcheck.storage.store import Store, delete_each, read_all, write_whole
 
@@ -144,6 +152,15 @@ class Repository:
                 committed[manifest.at] = manifest
             else:
                 damaged.append(problem)
+        for at, manifest in (whole := dict(committed)).items():
+            problem = missing_base(manifest, whole, damaged)
+            if problem is None or manifest.base is None:
+                continue
+            del committed[at]
+            if manifest_name(manifest.base.at) not in sizes and self._has_changed(manifest):
+                settled = False
+                continue
+            damaged.append(problem)
         leftovers = [
             (parsed.at, name)
             for name in sizes
@@ -156,6 +173,15 @@ class Repository:
             sorted(leftovers),
         )
         return listing, settled
+
+    def _has_changed(self, delta: Manifest) -> bool:
+        """Whether a base that was not listed is there now, or its delta is no more."""
+        return not self._is_there(delta.at) or (
+            delta.base is not None and self._is_there(delta.base.at)
+        )
+
+    def _is_there(self, at: CheckpointId) -> bool:
+        return any(e.name == manifest_name(at) for e in self.store.list(step_folder(at.step)))
 
     def parents(self, *, unreadable_too: bool = False) -> dict[int, CheckpointId | None]:
         """What each attempt continued from; a damaged record counts as nothing.
@@ -215,31 +241,6 @@ class Repository:
     def open(self, at: CheckpointId) -> AbstractContextManager[OpenCheckpoint]:
         """Open a checkpoint for reading; see ``open_checkpoint``."""
         return open_checkpoint(self.store, at)
-
-    def verify(self, at: CheckpointId) -> Iterator[Damage]:
-        """Read every byte of a checkpoint; yield each finding, nothing when it is whole."""
-        try:
-            with self.open(at) as checkpoint:
-                for index in checkpoint.indexes:
-                    buffer = bytearray()
-                    for chunk in index.chunks:
-                        buffer = _room(buffer, chunk.stored_bytes)
-                        into = memoryview(buffer)[: chunk.stored_bytes]
-                        try:
-                            checkpoint.read(index, chunk, into)
-                        except (CorruptCheckpoint, StoreError) as failure:
-                            yield Damage(
-                                at,
-                                f"{index.packs[chunk.pack].name} at byte {chunk.offset}",
-                                str(failure),
-                                keys_of(index, chunk),
-                                chunk.offset,
-                            )
-        except CorruptCheckpoint as failure:
-            yield Damage(at, failure.where, str(failure))
-        except (NoCheckpoint, StoreError, IncompatibleCheckpoint) as failure:
-            newer = isinstance(failure, IncompatibleCheckpoint)
-            yield Damage(at, manifest_name(at), str(failure), newer=newer)
 
     # --- writing ------------------------------------------------------------
 
@@ -302,22 +303,30 @@ class Repository:
             f"a root of its own. Committed checkpoints are intact."
         )
 
-    def commit(self, index: Index) -> Manifest:
+    def commit(
+        self, index: Index, base: CheckpointId | None = None, fidelity: str = EXACT
+    ) -> Manifest:
         """Make a flushed checkpoint exist: write the index, then the manifest.
 
         Args:
             index: Of a world of one; its packs are durable.
+            base: What its deltas are made against: committed, and no delta itself.
+            fidelity: ``exact``, ``moments`` or ``aggressive``.
 
         Raises:
             SupersededWriter: A newer attempt has claimed the root; nothing was committed.
+            NoCheckpoint: The base is not there (any more); nothing was committed.
+            CorruptCheckpoint: The base is damaged; nothing was committed.
+            OptionError: The base is a delta; nothing was committed.
         """
+        named = None if base is None else self._as_base(base)
         data = dump_index(index)
         write_whole(self.store, index_name(index.at, index.rank), [data])
         self.check_writer(index.at.attempt)
-        manifest = make_manifest([(index, data)])
+        manifest = make_manifest([(index, data)], base=named, fidelity=fidelity)
         name = manifest_name(index.at)
-        write_whole(self.store, name, [manifest])
         committed = parse_manifest(manifest, name)
+        write_whole(self.store, name, [manifest])
         try:
             self.check_writer(index.at.attempt)
         except SupersededWriter:
@@ -325,14 +334,34 @@ class Repository:
             sizes = {e.name: e.nbytes for e in self.store.list(step_folder(index.at.step))}
             if wrong_length(committed, sizes) is not None:
                 raise
+            if base is not None and not self._is_there(base):
+                raise
         return committed
+
+    def _as_base(self, at: CheckpointId) -> Base:
+        name = manifest_name(at)
+        try:
+            manifest = parse_manifest(read_all(self.store, name), name)
+        except ObjectNotFound as failure:
+            raise NoCheckpoint(
+                f"step {at.step} (attempt {at.attempt}) in {self.store.url}: expected the base "
+                f"of a delta, found nothing: {failure}"
+            ) from failure
+        if manifest.base is not None:
+            raise OptionError(f"base: expected a checkpoint without base, found the delta {name}")
+        sizes = {e.name: e.nbytes for e in self.store.list(step_folder(at.step))}
+        problem = wrong_length(manifest, sizes)
+        if problem is not None:
+            raise CorruptCheckpoint(problem.where, f"base of a delta: {problem.why}")
+        return Base(at, manifest.hash)
 
     def retain(self, newest: CheckpointId, retention: Retention) -> list[CheckpointId]:
         """Remove what need not be kept, now that ``newest`` is committed.
 
         Only committed checkpoints of this run go: branches that ``newest``'s attempt left
-        behind, and what ``retention`` does not keep of its own lineage. Manifests go now,
-        their packs at the next call or at ``finish``.
+        behind, and what ``retention`` does not keep of its own lineage. The base of a delta
+        that stays stays as well. Manifests go now, their packs at the next call or at
+        ``finish``.
 
         Returns:
             The checkpoints removed.
@@ -348,20 +377,28 @@ class Repository:
         )
         gone = [c for c in lineage if c < newest and c not in kept]
         gone += abandoned_by(newest.attempt, parents, listing.committed)
+        gone = listing.spare_bases(gone)
         self.remove(gone, listing)
         if failure is not None:
             raise failure
         return gone
 
     def remove(self, gone: Sequence[CheckpointId], listing: Listing) -> None:
-        """Remove the manifests of committed checkpoints; their packs go at ``finish``."""
-        names = [manifest_name(at) for at in gone]
-        left, failure = delete_each(self.store, names)
-        for at, name in zip(gone, names, strict=True):
-            if name not in left:
-                self._condemned += [o.name for o in listing.committed[at].objects]
-        if failure is not None:
-            raise failure
+        """Remove the manifests of committed checkpoints; their packs go at ``finish``.
+
+        Deltas go first, and no base goes that a delta which stays was made against.
+        """
+        first: StoreError | None = None
+        for deltas in (True, False):
+            spared = listing.spare_bases(gone)
+            now = [at for at in spared if (listing.committed[at].base is not None) == deltas]
+            left, failure = delete_each(self.store, [manifest_name(at) for at in now])
+            first = first or failure
+            gone = [at for at in gone if manifest_name(at) not in left]
+            done = (at for at in now if manifest_name(at) not in left)
+            self._condemned += [o.name for at in done for o in listing.committed[at].objects]
+        if first is not None:
+            raise first
 
     def remove_leftovers(self, listing: Listing, before: int) -> list[str]:
         """Remove the left-overs of attempts older than ``before``; returns their names."""
@@ -386,10 +423,6 @@ class Repository:
     def _attempt_numbers(self) -> list[int]:
         found = (parse_attempt_name(e.name) for e in self.store.list(ATTEMPTS_FOLDER))
         return [number for number in found if number is not None]
-
-
-def _room(buffer: bytearray, nbytes: int) -> bytearray:
-    return buffer if len(buffer) >= nbytes else bytearray(nbytes)
 
 
 # --- opening ----------------------------------------------------------------

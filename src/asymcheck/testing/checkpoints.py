@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from asymcheck.decoding import Decoding
 from asymcheck.planning.layout import Extent, lay_out
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.flush import PACK_BYTES, Encoded, flush
@@ -70,4 +71,5 @@ def read_bytes(repository: Repository, at: CheckpointId) -> dict[str, bytes]:
     """
     with repository.open(at) as checkpoint:
         (index,) = checkpoint.indexes
-        return {leaf.key: checkpoint.read_leaf(index, leaf) for leaf in index.leaves}
+        decoding = Decoding(checkpoint)
+        return {leaf.key: decoding.read_leaf(index, leaf) for leaf in index.leaves}
