@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
 from asymcheck.errors import OptionError
 from asymcheck.planning.policy import Cadence, EverySeconds, EverySteps, Never
+from asymcheck.storage.names import MAX_STEP
+from asymcheck.storage.store import Store, open_store
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
+
+_MAX_S = 1e9  # more than thirty years, and less than the system's waits can take
+_CALLS = ("prepare", "write", "create", "open", "list", "delete", "sweep", "free_bytes")
 
 
 def one_of(name: str, value: T, known: tuple[str, ...]) -> T:
@@ -22,6 +29,85 @@ def one_of(name: str, value: T, known: tuple[str, ...]) -> T:
     if value not in known:
         raise OptionError(f"{name}: expected one of {', '.join(map(repr, known))}, found {value!r}")
     return value
+
+
+def flag(name: str, value: object) -> bool:
+    """``value``, when it is true or false: of a text nobody knows what was meant.
+
+    Raises:
+        OptionError: It is anything else.
+    """
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}: expected True or False, found {value!r:.80}")
+    return value
+
+
+def seconds(name: str, value: object) -> float:
+    """``value``, when it is a time that can be waited for.
+
+    Raises:
+        OptionError: It is no number, negative, not finite or without any use.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_S:
+        raise OptionError(
+            f"{name}: expected a number of seconds in [0, {_MAX_S:.0e}], found {value!r:.80}"
+        )
+    return value
+
+
+def a_step(value: int, low: int = 1) -> int:
+    """``value``, when it can be the number of a step.
+
+    Raises:
+        OptionError: It cannot.
+    """
+    if type(value) is not int or not low <= value <= MAX_STEP:
+        raise OptionError(f"step: expected an integer in [{low}, {MAX_STEP}], found {value!r:.80}")
+    return value
+
+
+def a_call(name: str, value: F) -> F:
+    """``value``, when it can be called.
+
+    Raises:
+        OptionError: It cannot.
+    """
+    if not callable(value):
+        raise OptionError(f"{name}: expected something to call, found {value!r:.80}")
+    return value
+
+
+def named_objects(state: Mapping[str, object]) -> Mapping[str, object]:
+    """``state``, when it names objects.
+
+    Raises:
+        OptionError: It does not; what each of them is, is looked at later.
+    """
+    if not isinstance(state, Mapping):
+        raise OptionError(
+            f"state: expected a dict such as {{'model': model, 'optimizer': optimizer}}, found "
+            f"{type(state).__name__}"
+        )
+    return state
+
+
+def as_store(root: str | os.PathLike[str] | Store) -> Store:
+    """The store that a user names or gives.
+
+    Raises:
+        OptionError: It is neither a text nor a path nor a store, or no scheme is known for it.
+    """
+    found: object = os.fspath(root) if isinstance(root, os.PathLike) else root
+    if isinstance(found, str):
+        return open_store(found)
+    if not isinstance(getattr(found, "url", None), str) or not all(
+        callable(getattr(found, name, None)) for name in _CALLS
+    ):
+        raise OptionError(
+            f"root: expected a directory, a URL or a Store, found {type(root).__name__} "
+            f"{root!r:.80}"
+        )
+    return found  # type: ignore[return-value]
 
 
 def refuse_many_ranks() -> None:
@@ -59,6 +145,10 @@ def read_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     Raises:
         OptionError: One is not a number.
     """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise OptionError(
+            f"metrics: expected a dict such as {{'loss': 0.5}}, found {type(metrics).__name__}"
+        )
     numbers = {}
     for name, value in (metrics or {}).items():
         found = value.detach() if isinstance(value, torch.Tensor) else value

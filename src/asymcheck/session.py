@@ -14,6 +14,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Literal
 
+from asymcheck import options
 from asymcheck.device.state import State
 from asymcheck.errors import (
     CaptureError,
@@ -28,21 +29,14 @@ from asymcheck.events import Sink, discard, guarded
 from asymcheck.handles import Handle, SaveReport
 from asymcheck.handover import take_over
 from asymcheck.memory.arena import SHARED_MEMORY, Arena
-from asymcheck.options import (
-    make_cadence,
-    one_of,
-    read_metrics,
-    refuse_many_ranks,
-)
 from asymcheck.persister import is_own_memory, start_persister, who_persists
 from asymcheck.planning.policy import Never
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.strategies import Strategy, resolve
 from asymcheck.recovery import RestoreReport, TornRestore, restore
 from asymcheck.snapshotter import Snapshotter
-from asymcheck.storage.names import MAX_STEP
 from asymcheck.storage.repository import Repository, create_repository, open_repository
-from asymcheck.storage.store import Store, open_store
+from asymcheck.storage.store import Store
 
 _log = logging.getLogger(__name__)
 
@@ -103,16 +97,16 @@ class Checkpointer:
         grace_s: float = 60.0,
         sink: Sink = discard,
     ) -> None:
-        refuse_many_ranks()
+        options.refuse_many_ranks()
         self._strategy = resolve(strategy)
-        self._cadence = make_cadence(every_steps, every_seconds)
+        self._cadence = options.make_cadence(every_steps, every_seconds)
         self._retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
-        self._on_error = one_of("on_error", on_error, ("raise", "warn"))
-        self._read_only = read_only
-        self._grace_s = grace_s
-        self._sink = guarded(sink)
-        self._state = State(state)
-        self._store = open_store(os.fspath(root)) if isinstance(root, str | os.PathLike) else root
+        self._on_error = options.one_of("on_error", on_error, ("raise", "warn"))
+        self._read_only = options.flag("read_only", read_only)
+        self._grace_s = options.seconds("grace_s", grace_s)
+        self._sink = guarded(options.a_call("sink", sink))
+        self._state = State(options.named_objects(state))
+        self._store = options.as_store(root)
         self._persist = who_persists(persist, root, self._store)
         self._repository = self._open_repository()
         self._snapshotter: Snapshotter | None = None
@@ -159,10 +153,13 @@ class Checkpointer:
             CorruptCheckpoint: There are checkpoints and none is whole.
             IncompatibleCheckpoint: It does not match the live state; nothing was changed.
         """
-        one_of("resume", resume, ("auto", "must", "never"))
-        one_of("dtype_policy", dtype_policy, ("exact", "cast"))
-        if step is not None and resume == "never":
-            raise OptionError("resume: expected 'auto' or 'must' with a step, found 'never'")
+        options.one_of("resume", resume, ("auto", "must", "never"))
+        options.one_of("dtype_policy", dtype_policy, ("exact", "cast"))
+        options.flag("strict", strict)
+        if step is not None:
+            options.a_step(step, 0)
+            if resume == "never":
+                raise OptionError("resume: expected 'auto' or 'must' with a step, found 'never'")
         self.wait()
         self._take_over()
         if resume == "never":
@@ -214,7 +211,7 @@ class Checkpointer:
         Raises:
             CheckpointError: A background failure since the latest call, or as ``save``.
         """
-        self._note_step(step)
+        self._note_step(options.a_step(step))
         self._surface_errors()
         since_s = monotonic() - self._last_save_s
         if not self._cadence.due(step=step, last_step=self._last_step, since_last_s=since_s):
@@ -255,8 +252,7 @@ class Checkpointer:
         self._check_open()
         if self._read_only:
             raise OptionError("save: this Checkpointer is read_only")
-        if type(step) is not int or not 1 <= step <= MAX_STEP:
-            raise OptionError(f"step: expected an integer in [1, {MAX_STEP}], found {step!r}")
+        options.a_step(step)
         if self._torn:
             raise CaptureError(
                 "save: a failed restore left the live state overwritten in part; build it anew, "
@@ -264,7 +260,7 @@ class Checkpointer:
             )
         self._surface_errors()
         self._note_step(step)
-        numbers = read_metrics(metrics)
+        numbers = options.read_metrics(metrics)
         attempt = self._take_attempt(step)
         handle = self._capturing().capture(CheckpointId(attempt, step), numbers, when_full)
         if handle is None:
@@ -308,9 +304,10 @@ class Checkpointer:
             CheckpointError: The first background failure that was not raised yet.
         """
         self._check_process()
+        limit_s = None if timeout_s is None else options.seconds("timeout_s", timeout_s)
         if self._snapshotter is not None:
             self._snapshotter.fence()
-        wait_futures([h.durable for h in self._unread], timeout_s)
+        wait_futures([h.durable for h in self._unread], limit_s)
         self._surface_errors()
         return not self._unread
 

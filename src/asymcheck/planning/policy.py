@@ -38,8 +38,8 @@ class EverySteps:
     steps: int
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise OptionError(f"every_steps: expected at least 1, found {self.steps}")
+        if type(self.steps) is not int or self.steps < 1:
+            raise OptionError(f"every_steps: expected an integer from 1 on, found {self.steps!r}")
 
     def due(self, *, step: int, last_step: int, since_last_s: float) -> bool:
         """See ``Cadence``."""
@@ -53,8 +53,11 @@ class EverySeconds:
     seconds: float
 
     def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise OptionError(f"every_seconds: expected more than 0, found {self.seconds}")
+        found: object = self.seconds
+        if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
+            raise OptionError(
+                f"every_seconds: expected a number of seconds above 0, found {found!r}"
+            )
 
     def due(self, *, step: int, last_step: int, since_last_s: float) -> bool:
         """See ``Cadence``."""
@@ -75,5 +78,11 @@ class Admission:
     when_full: Literal["wait", "skip", "raise"] = "wait"
 
     def __post_init__(self) -> None:
-        if self.max_in_flight < 1:
-            raise OptionError(f"max_in_flight: expected at least 1, found {self.max_in_flight}")
+        if type(self.max_in_flight) is not int or self.max_in_flight < 1:
+            raise OptionError(
+                f"max_in_flight: expected an integer from 1 on, found {self.max_in_flight!r}"
+            )
+        if self.when_full not in ("wait", "skip", "raise"):
+            raise OptionError(
+                f"when_full: expected 'wait', 'skip' or 'raise', found {self.when_full!r}"
+            )
