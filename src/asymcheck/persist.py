@@ -170,7 +170,7 @@ def write_checkpoint(
     try:
         _check_room(repository, capture)
         with timed(sink, Stage.FLUSH, at.step, capture.raw_bytes):
-            chunks, packs = flush(repository.store, at, 0, capture.chunks, encode)
+            flushed = flush(repository.store, at, 0, capture.chunks, encode)
             check()
         index = Index(
             run=repository.run,
@@ -182,8 +182,8 @@ def write_checkpoint(
             versions=capture.versions,
             leaves=capture.leaves,
             aliases=capture.aliases,
-            chunks=tuple(chunks),
-            packs=tuple(packs),
+            chunks=flushed.chunks,
+            packs=flushed.packs,
         )
         with timed(sink, Stage.COMMIT, at.step):
             manifest = repository.commit(index)
@@ -206,7 +206,7 @@ def write_checkpoint(
         stored_bytes=manifest.stored_bytes,
         persist_s=done_s - start_s,
         durable_s=done_s - capture.boundary_s,
-        cpu_s=thread_time() - cpu_s,
+        cpu_s=thread_time() - cpu_s + flushed.helper_cpu_s,
     )
 
 

@@ -655,7 +655,7 @@ def with_tree(tree: Any, leaves: Callable[[list[Leaf]], list[Leaf]] = list) -> M
 
     at = CheckpointId(2, 5)
     repository.claim(None)
-    chunks, packs = flush(store, at, 0, layout.chunks, encode)
+    flushed = flush(store, at, 0, layout.chunks, encode)
     repository.commit(
         Index(
             run=repository.run,
@@ -667,8 +667,8 @@ def with_tree(tree: Any, leaves: Callable[[list[Leaf]], list[Leaf]] = list) -> M
             versions={},
             leaves=tuple(sorted(placed, key=lambda leaf: (leaf.at, leaf.stop))),
             aliases=index.aliases,
-            chunks=tuple(chunks),
-            packs=tuple(packs),
+            chunks=flushed.chunks,
+            packs=flushed.packs,
         )
     )
     return store

@@ -45,7 +45,7 @@ def commit_bytes(
     def encode(chunk: Extent) -> Encoded:
         return Encoded(memoryview(image)[chunk.start : chunk.stop], "raw")
 
-    chunks, packs = flush(repository.store, at, 0, layout.chunks, encode, pack_bytes=pack_bytes)
+    flushed = flush(repository.store, at, 0, layout.chunks, encode, pack_bytes=pack_bytes)
     return repository.commit(
         Index(
             run=repository.run,
@@ -57,8 +57,8 @@ def commit_bytes(
             versions={},
             leaves=tuple(sorted(leaves, key=lambda leaf: (leaf.at, leaf.stop))),
             aliases={},
-            chunks=tuple(chunks),
-            packs=tuple(packs),
+            chunks=flushed.chunks,
+            packs=flushed.packs,
         )
     )
 
