@@ -13,6 +13,7 @@ from asymcheck.storage.store import Store
 from asymcheck.testing.faulty import FaultyStore
 from asymcheck.testing.powercut import PowerCutStore
 from asymcheck.testing.suites import StoreSuite
+from asymcheck.testing.throttled import Speed, ThrottledStore
 
 
 class TestLocal(StoreSuite):
@@ -42,6 +43,11 @@ class TestFaultyOverMemory(StoreSuite):
 class TestPowerCutWithPower(StoreSuite):
     def new_store(self, folder: Path) -> Store:
         return PowerCutStore(folder / "powered")
+
+
+class TestThrottledToMuch(StoreSuite):
+    def new_store(self, folder: Path) -> Store:
+        return ThrottledStore(LocalStore(folder / "inner"), Speed(1e12, 1e-6, 1e12))
 
 
 def test_a_suite_without_a_store_fails() -> None:
