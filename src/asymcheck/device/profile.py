@@ -126,8 +126,6 @@ def _enter(step: _Step, code: int) -> None:
 
 
 def _watch(step: _Step, code: int, first_only: bool, output: object) -> None:
-    if torch._C._are_functorch_transforms_active():
-        return
     hook = _GradHook(step, code, first_only)
     for tensor in islice(_tensors(output), _TENSORS):
         # A leaf would keep the hook for ever.
