@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -47,7 +48,14 @@ FLOATS: Mapping[str, FloatType] = MappingProxyType(
 
 def bytes_of(array: Floats) -> memoryview:
     """The memory of a contiguous array."""
-    return memoryview(b"") if array.size == 0 else array.data.cast("B")
+    return memoryview(bytearray()) if array.size == 0 else array.data.cast("B")
+
+
+def mean_of(errors: Floats) -> float:
+    """The mean of finite values that are not negative; finite too."""
+    with np.errstate(over="ignore"):
+        mean = float(errors.mean(dtype="f8"))
+    return mean if math.isfinite(mean) else float((errors / len(errors)).sum(dtype="f8"))
 
 
 def widen(raw: memoryview, dtype: str) -> Floats:

@@ -66,7 +66,7 @@ def _parameters(setting: Setting, width: int) -> dict[str, Any]:
         # 0 is what blosc2 thinks fit, and the fastest for LZ4. Longer streams of each byte of a
         # number are faster for zstd, and smaller for numbers of two bytes.
         "blocksize": 0 if not zstd else PIECE_BYTES >> 2 if width > 2 else PIECE_BYTES,
-        "splitmode": blosc2.SplitMode.ALWAYS_SPLIT if zstd else blosc2.SplitMode.AUTO_SPLIT,
+        "splitmode": blosc2.SplitMode.AUTO_SPLIT,
         "filters": [blosc2.Filter.NOFILTER] * 5
         + [blosc2.Filter.SHUFFLE if zstd else blosc2.Filter.BITSHUFFLE],
         "filters_meta": [0] * 6,

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asymcheck.codec.codec import Encoding, Malformed
-from asymcheck.codec.floats import FLOATS, Floats, FloatType, bytes_of, narrow, widen
+from asymcheck.codec.floats import FLOATS, Floats, FloatType, bytes_of, mean_of, narrow, widen
 from asymcheck.codec.lossless import read_last, read_section, write_section
 
 BLOCK = 256
@@ -70,7 +70,7 @@ class Quantized:
             low, high = float(values.min()), float(values.max())  # NaN is in both
         if not (math.isfinite(low) and math.isfinite(high)) or (self.law == "log" and low < 0):
             return None
-        scales, codes, worst, total = [], [], 0.0, 0.0
+        scales, codes, worst, mean = [], [], 0.0, 0.0
         for start in range(0, len(values), _PIECE):
             piece = values[start : start + _PIECE]
             blocks = np.zeros((-(-len(piece) // BLOCK), BLOCK), kind.work)
@@ -79,14 +79,15 @@ class Quantized:
             error = self._values(scale, code, kind).reshape(-1)[: len(piece)]
             error = widen(bytes_of(narrow(error, dtype)), dtype) - piece
             np.abs(error, out=error)
-            worst, total = max(worst, float(error.max())), total + float(error.sum(dtype="f8"))
+            worst = max(worst, float(error.max()))
+            mean += mean_of(error) * (len(piece) / len(values))
             scales.append(scale)
             codes.append(self._pack(code.reshape(-1)[: len(piece)]))
         parts: list[bytes | memoryview] = [bytes((kind.code,))]
         for arrays, width in ((scales, _scale(self.law, kind).itemsize), (codes, 1)):
             parts += write_section(bytes_of(np.concatenate(arrays)), width, "zstd1+shuffle")
         data = b"".join(parts)
-        return Encoding(data, worst, total / len(values)) if len(data) < len(raw) else None
+        return Encoding(data, worst, mean) if len(data) < len(raw) else None
 
     def decode(self, stored: memoryview, into: memoryview, base: memoryview | None) -> None:
         """See ``Codec``."""
@@ -133,10 +134,10 @@ class Quantized:
             bounds = greatest * (0.5 / self._top + 4 * kind.roundoff) + kind.least
         else:
             least = np.where(blocks > 0, blocks, np.inf).min(1, keepdims=True)
-            with np.errstate(invalid="ignore"):
+            with np.errstate(all="ignore"):
                 octaves = np.where(greatest > 0, np.log2(greatest) - np.log2(least), 0)
-            step = octaves / (2 * (self._top - 1)) + 2 / _OCTAVE
-            bounds = blocks * (np.exp2(step) - 1 + 4 * kind.roundoff) + kind.least
+                step = octaves / (2 * (self._top - 1)) + 2 / _OCTAVE
+                bounds = blocks * (np.exp2(step) - 1 + 4 * kind.roundoff) + kind.least
         return np.broadcast_to(bounds, blocks.shape).reshape(-1)[: len(values)]
 
     @property
@@ -184,7 +185,7 @@ def _scale(law: str, kind: FloatType) -> np.dtype[Any]:
 
 def _are_scales(scales: _Array, top: int, kind: FloatType) -> bool:
     if scales.shape[1] == 1:
-        return bool((scales >= 0).all() and np.isfinite(scales).all())
+        return bool(((scales >= 0) & (scales <= kind.greatest)).all())
     _, powers, first = _powers(kind.work)
     begin, step = scales.T.astype("i8")
     inside = (begin >= first * _OCTAVE) & (step > 0)

@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from asymcheck.codec.codec import Encoding, Malformed, base_of
-from asymcheck.codec.floats import FLOATS, Floats, bytes_of, widen
+from asymcheck.codec.floats import FLOATS, Floats, bytes_of, mean_of, widen
 from asymcheck.codec.lossless import read_last, read_section, write_section
 
-_HEADER = struct.Struct("<BI")  # bytes of an element, number of elements kept
+_HEADER = struct.Struct("<BII")  # bytes of an element, elements in all, elements kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class TopK:
         gaps = np.diff(kept, prepend=-1).astype("<u4")
         values = np.frombuffer(raw, f"<u{kind.width}")[kept]
         parts = [
-            _HEADER.pack(kind.width, len(kept)),
+            _HEADER.pack(kind.width, len(distance), len(kept)),
             *write_section(bytes_of(gaps), 4, "zstd1+shuffle"),
             *write_section(bytes_of(values), kind.width, "zstd1+shuffle"),
         ]
@@ -65,22 +65,23 @@ class TopK:
         if len(data) >= len(raw):
             return None
         distance[kept] = 0
-        return Encoding(data, float(distance.max()), float(distance.mean(dtype="f8")))
+        return Encoding(data, float(distance.max()), mean_of(distance))
 
     def decode(self, stored: memoryview, into: memoryview, base: memoryview | None) -> None:
         """See ``Codec``."""
         base = base_of(base, into, self.name)
-        width, count = _HEADER.unpack_from(stored) if len(stored) >= _HEADER.size else (0, 0)
-        if width not in (2, 4, 8) or len(into) % width or count > len(into) // width:
+        header = _HEADER.unpack_from(stored) if len(stored) >= _HEADER.size else (0, 0, 0)
+        width, whole, count = header
+        if width not in (2, 4, 8) or width * whole != len(into) or count > whole:
             raise Malformed(
                 f"{self.name}: expected some elements of {len(into)} bytes, found {count} of "
-                f"{width} bytes each"
+                f"{whole} of {width} bytes each"
             )
         gaps, values = np.empty(count, "<u4"), np.empty(count, f"<u{width}")
         rest = read_section(stored[_HEADER.size :], bytes_of(gaps), 4, self.name)
         read_last(read_section(rest, bytes_of(values), width, self.name), self.name)
         at = np.cumsum(gaps, dtype="i8") - 1
-        if count and (gaps.min() == 0 or at[-1] >= len(into) // width):
+        if count and (gaps.min() == 0 or at[-1] >= whole):
             raise Malformed(f"{self.name}: places that do not ascend or lie beyond the chunk")
         into[:] = base
         np.frombuffer(into, values.dtype)[at] = values
