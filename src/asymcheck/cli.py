@@ -6,6 +6,7 @@ the machine, ``doctor`` and ``repair``, in ``cli_host``.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -37,9 +38,9 @@ from asymcheck.rendering import (
     time_text,
     tree_lines,
 )
-from asymcheck.storage.index import Index
+from asymcheck.storage.index import RAW, Index
 from asymcheck.storage.listing import Damage
-from asymcheck.storage.manifest import Manifest
+from asymcheck.storage.manifest import EXACT, Manifest
 from asymcheck.storage.reader import OpenCheckpoint, spoken
 from asymcheck.storage.repository import Repository
 from asymcheck.storage.sealed import dump_metric
@@ -48,6 +49,7 @@ from asymcheck.upkeep import (
     Row,
     Wanted,
     choose,
+    codecs_of,
     damaged_attempts,
     examine,
     none_such,
@@ -155,9 +157,15 @@ def _row_json(row: Row) -> dict[str, Any]:
         "state": row.standing,
         "created_s": None if found is None else dump_metric(found.created_s),
         "stored_bytes": None if found is None else found.stored_bytes,
+        **({} if found is None else _kind_json(found)),
         "metrics": {} if found is None else _metrics_json(found.metrics),
         "why": row.why,
     }
+
+
+def _kind_json(found: Manifest) -> dict[str, Any]:
+    base = None if found.base is None else id_json(found.base.at)
+    return {"base": base, "fidelity": found.fidelity}
 
 
 # --- show -------------------------------------------------------------------
@@ -174,7 +182,8 @@ def show(
 ) -> None:
     """Show what a checkpoint holds.
 
-    Tensors, aliases, versions, metrics and, abbreviated, every plain value of the state.
+    Tensors, aliases, versions, metrics, how chunks are stored, what lossy codecs changed and,
+    abbreviated, every plain value of the state.
     """
     repository = open_root(root)
     at = choose(repository, repository.survey(), step, attempt)
@@ -202,13 +211,16 @@ def show(
             versions=dict(indexes[0].versions),
             world=len(indexes),
             stored_bytes=checkpoint.manifest.stored_bytes,
+            **_kind_json(checkpoint.manifest),
+            codecs=codecs_of(indexes),
+            losses=[dataclasses.asdict(loss) for index in indexes for loss in index.losses],
             packs=[{"name": p.name, "bytes": p.nbytes} for p in checkpoint.manifest.packs],
             tensors=tensors,
             aliases=aliases,
             state=state,
         )
     else:
-        _print_facts(repository, checkpoint.manifest, indexes[0])
+        _print_facts(repository, checkpoint.manifest, indexes)
         _print_tensors(checkpoint, tensors, aliases)
         if match is None and state is not None:
             _print_state(state)
@@ -218,11 +230,24 @@ def show(
         raise NoCheckpoint(f"{say(at)}: no key matches {match!r}")
 
 
-def _print_facts(repository: Repository, manifest: Manifest, index: Index) -> None:
+def _print_facts(repository: Repository, manifest: Manifest, indexes: Sequence[Index]) -> None:
     show_line(f"{plain(repository.store.url)}: {say(manifest.at)}, {time_text(manifest.created_s)}")
     if manifest.metrics:
         show_line(f"metrics: {metrics_text(manifest.metrics)}")
-    show_line(f"versions: {', '.join(plain(f'{k} {v}') for k, v in index.versions.items())}")
+    versions = indexes[0].versions.items()
+    show_line(f"versions: {', '.join(plain(f'{k} {v}') for k, v in versions)}")
+    if manifest.base is not None:
+        show_line(f"delta against {say(manifest.base.at)}")
+    if manifest.fidelity != EXACT:
+        show_line(f"fidelity: {manifest.fidelity}")
+    for loss in (loss for index in indexes for loss in index.losses):
+        show_line(
+            f"  {plain(loss.kind)}, {size_text(loss.nbytes)} as {loss.codec}: error at most "
+            f"{loss.max_error:.3g}, {loss.mean_error:.3g} on average"
+        )
+    for row in (row for row in codecs_of(indexes) if row["codec"] != RAW):
+        raw, stored = size_text(row["bytes"]), size_text(row["stored_bytes"])
+        show_line(f"{count_text(row['chunks'], 'chunk')} as {row['codec']}: {raw} in {stored}")
 
 
 def _print_tensors(
@@ -264,9 +289,10 @@ def verify(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Read every byte and report damage.
+    """Read and decode every byte and report damage.
 
-    Names file, tensors and byte offset of each finding. Changes nothing.
+    Names file, tensors and byte offset of each finding. What a delta stands on is read with
+    it. Changes nothing.
     """
     repository = open_root(root)
     listing = repository.survey()

@@ -176,6 +176,19 @@ def tensors_of(index: Index) -> Iterator[dict[str, Any]]:
             }
 
 
+def codecs_of(indexes: Sequence[Index]) -> list[dict[str, Any]]:
+    """How many chunks each codec stored, and how many bytes of how many, by name."""
+    rows: dict[str, dict[str, Any]] = {}
+    for chunk in (chunk for index in indexes for chunk in index.chunks):
+        row = rows.setdefault(
+            chunk.codec, {"codec": chunk.codec, "chunks": 0, "bytes": 0, "stored_bytes": 0}
+        )
+        row["chunks"] += 1
+        row["bytes"] += chunk.nbytes
+        row["stored_bytes"] += chunk.stored_bytes
+    return [rows[name] for name in sorted(rows)]
+
+
 def read_state(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     """The tree of rank 0: every value that is no tensor, as tagged JSON.
 
