@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from asymcheck.codec import table
 from asymcheck.codec.codec import Codec, Malformed
 from asymcheck.errors import (
     CorruptCheckpoint,
@@ -30,6 +29,14 @@ Find = Callable[[str], Codec | None]
 """Gives the codec of a name, ``None`` where this release knows none."""
 
 
+def known_codec(name: str) -> Codec | None:
+    """The codec of that name, ``None`` where this release knows none."""
+    # Arrays and compression libraries are loaded when a chunk needs them, and not before.
+    from asymcheck.codec import table
+
+    return table.find(name)
+
+
 class Decoding:
     """Reads the chunks of one open checkpoint.
 
@@ -46,7 +53,7 @@ class Decoding:
             is exact.
     """
 
-    def __init__(self, checkpoint: OpenCheckpoint, find: Find = table.find) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint, find: Find = known_codec) -> None:
         self._checkpoint = checkpoint
         self._spare: list[bytearray] = []
         self._codecs: dict[str, Codec] = {}
@@ -259,7 +266,7 @@ def _place(index: Index, chunk: Chunk) -> str:
     return f"{index.packs[chunk.pack].name} at byte {chunk.offset}"
 
 
-def verify(repository: Repository, at: CheckpointId, find: Find = table.find) -> Iterator[Damage]:
+def verify(repository: Repository, at: CheckpointId, find: Find = known_codec) -> Iterator[Damage]:
     """Read and decode every chunk of a checkpoint; yield each finding, nothing when it is whole.
 
     Of a base it reads what deltas stand on. Nothing is raised for damage or a failing medium.
