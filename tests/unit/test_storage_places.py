@@ -15,11 +15,19 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer
-from asymcheck.errors import CheckpointError, NoCheckpoint, ObjectNotFound, OptionError, StoreError
+from asymcheck.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    NoCheckpoint,
+    ObjectNotFound,
+    OptionError,
+    StoreError,
+)
 from asymcheck.recovery import CheckpointWarning
-from asymcheck.storage import local
+from asymcheck.storage import local, repository
 from asymcheck.storage.local import TEMP_FOLDER, Files, LocalStore
-from asymcheck.storage.repository import open_repository
+from asymcheck.storage.repository import create_repository, open_repository
+from asymcheck.storage.sealed import seal
 from asymcheck.storage.store import open_store, read_all
 from asymcheck.testing.children import TIMEOUT_S, Say, run_in_child
 
@@ -530,11 +538,12 @@ def test_a_file_that_is_shorter_than_what_was_taken_is_not_published(tmp_path: P
     assert not list(LocalStore(tmp_path).list())
 
 
-def test_a_file_system_without_hard_links_still_creates_once(tmp_path: Path) -> None:
-    class NoLinks(Files):
-        def link(self, old: Path, new: Path) -> None:
-            raise OSError(errno.EPERM, "Operation not permitted")
+class NoLinks(Files):
+    def link(self, old: Path, new: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
 
+
+def test_a_file_system_without_hard_links_still_creates_once(tmp_path: Path) -> None:
     store = LocalStore(tmp_path, NoLinks())
     assert store.create("a", b"first") is True
     assert store.create("a", b"second") is False
@@ -542,6 +551,47 @@ def test_a_file_system_without_hard_links_still_creates_once(tmp_path: Path) -> 
     assert not temp_files(tmp_path)
     save(LocalStore(tmp_path / "root", NoLinks()), 1, 2)
     assert load(tmp_path / "root") == (2, 2.0)
+
+
+@pytest.mark.parametrize("name", ["FORMAT", "RUN.json"])
+def test_a_record_whose_maker_was_killed_before_its_content_came_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    class Killed(NoLinks):
+        def rename(self, old: Path, new: Path) -> None:
+            if new.name == name:
+                raise KeyboardInterrupt
+            super().rename(old, new)
+
+    with pytest.raises(KeyboardInterrupt):
+        create_repository(LocalStore(tmp_path, Killed()))
+    assert (tmp_path / name).read_bytes() == b""
+    with pytest.raises(NoCheckpoint, match="no checkpoint yet"):
+        open_repository(LocalStore(tmp_path))
+    monkeypatch.setattr(repository.time, "sleep", lambda _: None)
+    save(LocalStore(tmp_path, NoLinks()), 1)
+    assert load(tmp_path) == (1, 1.0)
+
+
+def test_a_record_whose_maker_is_slow_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = seal({"run": "0" * 32})
+    create_repository(LocalStore(tmp_path))
+    (tmp_path / "RUN.json").write_bytes(b"")
+    monkeypatch.setattr(
+        repository.time, "sleep", lambda _: (tmp_path / "RUN.json").write_bytes(content)
+    )
+    assert create_repository(LocalStore(tmp_path)).run == "0" * 32
+
+
+@pytest.mark.parametrize("name", ["FORMAT", "RUN.json"])
+def test_an_empty_record_beside_anything_else_is_left_as_it_is(tmp_path: Path, name: str) -> None:
+    save(tmp_path, 1)
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CorruptCheckpoint, match=name):
+        create_repository(LocalStore(tmp_path))
+    assert (tmp_path / name).read_bytes() == b""
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])

@@ -438,17 +438,17 @@ def open_repository(store: Store) -> Repository:
         IncompatibleCheckpoint: It is of a version that is not known here.
     """
     line, names = _read_at_top(store, FORMAT_NAME)
-    if line is None and names:
+    if not line and not names:
+        raise NoCheckpoint(f"{store.url}: there is no checkpoint yet")
+    if line is None:
         raise OptionError(
             f"{store.url}: expected an empty place or an asymcheck repository, found {names}; "
             f"choose another root, for instance a new sub-directory"
         )
-    if line is None:
-        raise NoCheckpoint(f"{store.url}: there is no checkpoint yet")
     check_format_line(line, f"{store.url}/{FORMAT_NAME}")
     where = f"{store.url}/{RUN_NAME}"
     record, names = _read_at_top(store, RUN_NAME)
-    if record is None and names == [FORMAT_NAME]:
+    if not record and names == [FORMAT_NAME]:
         raise NoCheckpoint(f"{store.url}: there is no checkpoint yet")
     if record is None:
         raise CorruptCheckpoint(where, "missing, so its checkpoints belong to no run")
@@ -467,22 +467,34 @@ def create_repository(store: Store) -> Repository:
     except NoCheckpoint:
         store.prepare()
         # RUN.json last: while it is missing, the place still counts as empty.
-        store.create(FORMAT_NAME, FORMAT_LINE.encode("ascii"))
-        store.create(RUN_NAME, seal({"run": uuid.uuid4().hex}))
+        _make(store, FORMAT_NAME, FORMAT_LINE.encode("ascii"))
+        _make(store, RUN_NAME, seal({"run": uuid.uuid4().hex}))
         return open_repository(store)
 
 
+def _make(store: Store, name: str, data: bytes) -> None:
+    # Without hard links an object takes its name empty. Where its content does not follow, and
+    # nothing else lies beside it, its maker was killed, and it holds nothing that could be lost.
+    if not store.create(name, data) and not read_all(store, name):
+        time.sleep(2)  # its maker may be about to fill it
+        if not read_all(store, name):
+            store.delete(name)
+            store.create(name, data)
+
+
 def _read_at_top(store: Store, name: str) -> tuple[bytes | None, list[str]]:
-    """An object at the top, or ``None`` and a few names that are there instead, sorted."""
+    """An object at the top; where it is empty or missing also what else is there, sorted."""
     names: set[str] = set()
+    found: bytes | None = None
     for last in (False, True):
         with suppress(ObjectNotFound):
-            return read_all(store, name, _RECORD_BYTES), []
-        if last:
+            found = read_all(store, name, _RECORD_BYTES)
+        if found or last:
             break
         for entry in store.list():  # the place may hold millions
-            names.add(entry.name.partition("/")[0])
+            if entry.nbytes or entry.name not in (FORMAT_NAME, RUN_NAME):
+                names.add(entry.name.partition("/")[0])
             if len(names) == 5:
                 break
         # Another process may just be making it: look again, now that the rest was listed.
-    return None, sorted(names)
+    return found, sorted(names)
