@@ -572,6 +572,22 @@ FORBIDDEN_MANIFESTS: dict[str, Callable[[], dict[str, Any]]] = {
     "a pack of a negative size": lambda: _manifest(packs=[{"name": PACK, "bytes": -1}]),
     "needs that are no text": lambda: _manifest(needs=[[]]),
     "an unknown member": lambda: _manifest(more=1),
+    "a base that it does not need": lambda: _manifest(base=[1, 1, "0" * 32]),
+    "a need of a base that it has not": lambda: _manifest(needs=["base"]),
+    "a base of two values": lambda: _manifest(base=[1, 1], needs=["base"]),
+    "a base that is itself": lambda: _manifest(base=[1, 2, "0" * 32], needs=["base"]),
+    "a base that is newer": lambda: _manifest(base=[2, 1, "0" * 32], needs=["base"]),
+    "a base of a negative step": lambda: _manifest(base=[1, -1, "0" * 32], needs=["base"]),
+    "a base without a hash": lambda: _manifest(base=[1, 1, ""], needs=["base"]),
+    "a base of nothing": lambda: _manifest(base=None, needs=["base"]),
+    "a fidelity that goes without saying": lambda: _manifest(fidelity="exact"),
+    "a fidelity that nobody knows": lambda: _manifest(fidelity="roughly", needs=["lossy"]),
+    "a fidelity that it does not need": lambda: _manifest(fidelity="moments"),
+    "a need of a fidelity that it has not": lambda: _manifest(needs=["lossy"]),
+    "needs in another order": lambda: _manifest(
+        base=[1, 1, "0" * 32], fidelity="moments", needs=["lossy", "base"]
+    ),
+    "a need that stands twice": lambda: _manifest(base=[1, 1, "0" * 32], needs=["base", "base"]),
 }
 
 
@@ -579,6 +595,13 @@ FORBIDDEN_MANIFESTS: dict[str, Callable[[], dict[str, Any]]] = {
 def test_a_manifest_with_a_valid_seal_is_refused_with(what: str) -> None:
     with pytest.raises(CorruptCheckpoint):
         parse_manifest(seal(FORBIDDEN_MANIFESTS[what]()), MANIFEST)
+
+
+def test_a_manifest_with_a_base_and_a_loss_is_valid() -> None:
+    for base, needs in (([1, 1, "0" * 32], ["base", "lossy"]), (None, ["lossy"])):
+        changes = {"fidelity": "moments", "needs": needs} | ({"base": base} if base else {})
+        found = parse_manifest(seal(_manifest(**changes)), MANIFEST)
+        assert (found.base is None, found.fidelity) == (base is None, "moments")
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,15 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from asymcheck import Checkpointer
+from asymcheck.cli import app
 from asymcheck.codec import table
 from asymcheck.codec.codec import Codec, Encoding, Malformed
 from asymcheck.decoding import Decoding, Find, verify
@@ -28,6 +31,7 @@ from asymcheck.errors import (
 from asymcheck.planning.layout import MiB, align_up, lay_out
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.index import Chunk, Index, Leaf, Loss, StoredObject, dump_index
+from asymcheck.storage.local import LocalStore
 from asymcheck.storage.manifest import Base, make_manifest, parse_manifest
 from asymcheck.storage.memory import MemoryStore
 from asymcheck.storage.names import index_name, manifest_name, pack_name
@@ -657,3 +661,64 @@ def test_a_manifest_with_a_base_and_losses_is_read_as_it_was_written(
     found = parse_manifest(data, manifest_name(TWO))
     assert (found.base, found.fidelity, found.hash) == (base, "aggressive", digest(data))
     assert b'"needs":["base","lossy"]' in data
+
+
+# --- the command line -------------------------------------------------------
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    """Step 1 compressed, step 2 a delta of it with a loss that it tells."""
+    repository = create_repository(LocalStore(tmp_path / "root"))
+    repository.claim(None)
+    commit(repository, ONE, values(1), table.by_label(PLAIN))
+    index = write(repository, TWO, values(2), table.by_label(DELTA), base=ONE)
+    losses = (Loss("exp_avg", "q8", 0.5, 0.25, 2048),)
+    repository.commit(replace(index, losses=losses), ONE, "moments")
+    return str(tmp_path / "root")
+
+
+def said_by(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_show_says_what_a_delta_stands_on_what_was_lost_and_how_chunks_are_stored(
+    root: str,
+) -> None:
+    code, text = said_by("show", root)
+    assert code == 0
+    lines = text.splitlines()
+    assert "delta against step 1 (attempt 1)" in lines
+    assert "fidelity: moments" in lines
+    assert "  exp_avg, 2.0 KiB as q8: error at most 0.5, 0.25 on average" in lines
+    name = table.by_label(DELTA).name
+    assert [line for line in lines if line.startswith(f"1 chunk as {name}: 195.3 KiB in ")]
+    found = json.loads(said_by("show", root, "--json")[1])
+    assert (found["base"], found["fidelity"]) == ({"step": 1, "attempt": 1}, "moments")
+    assert [row["codec"] for row in found["codecs"]] == sorted([name, "raw"])
+    assert found["losses"][0]["max_error"] == 0.5
+    assert found["state"] == json.loads(TREE)
+    assert "delta against" not in said_by("show", root, "--step", "1")[1]
+
+
+def test_ls_and_verify_say_that_the_base_of_a_delta_is_gone(root: str) -> None:
+    assert said_by("verify", root)[0] == 0
+    rows = json.loads(said_by("ls", root, "--json")[1])["checkpoints"]
+    assert [row["base"] for row in rows] == [None, {"step": 1, "attempt": 1}]
+    (Path(root) / manifest_name(ONE)).unlink()
+    for command in ("ls", "verify"):
+        code, text = said_by(command, root)
+        assert code == 1
+        assert "its base, step 1 (attempt 1), is gone" in text
+
+
+def test_verify_reports_a_chunk_whose_hash_is_right_and_that_cannot_be_decoded(root: str) -> None:
+    repository = open_repository(LocalStore(Path(root)))
+    with_bytes(repository, TWO, b"whatever", table.by_label(DELTA).name)
+    code, text = said_by("verify", root, "--step", "2", "--json")
+    assert code == 1
+    (finding,) = json.loads(text)["checkpoints"][0]["findings"]
+    assert (finding["object"], finding["offset"]) == (pack_name(TWO, 0, 1), 4096)
+    assert finding["keys"] == ["w"]
+    assert "cannot be decoded" in finding["why"]
