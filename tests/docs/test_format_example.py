@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import asymcheck
+from asymcheck.codec import table
 from asymcheck.decoding import verify
 from asymcheck.device import items
 from asymcheck.device.tree import _BUILDERS
@@ -20,7 +21,8 @@ from asymcheck.planning.layout import CHUNK_BYTES, SMALL_BYTES, MiB
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.recovery import CheckpointWarning
 from asymcheck.storage.flush import PACK_BYTES
-from asymcheck.storage.manifest import FORMAT_LINE
+from asymcheck.storage.index import CODEC, Index
+from asymcheck.storage.manifest import FEATURES, FORMAT_LINE, Base, make_manifest
 from asymcheck.storage.memory import MemoryStore
 from asymcheck.storage.names import MAX_RANK
 from asymcheck.storage.repository import open_repository
@@ -128,6 +130,31 @@ def test_each_kind_of_item_stands_in_the_table_and_no_other() -> None:
     }
     assert len(kinds) > 3
     assert set(_table("## State tree", "| `kind` of an item |")) == kinds
+
+
+def test_each_codec_stands_in_the_table_with_what_it_needs_and_no_other() -> None:
+    section = TEXT[TEXT.index("\n## Codecs\n") :]
+    rows = section[section.index("| `codec` |") :].partition("\n\n")[0].splitlines()[2:]
+    stated = {}
+    for row in rows:
+        names, lossless, base, _ = row.strip("|").split("|")
+        for name in re.findall(r"`([^`]+)`", names):
+            stated[name] = (lossless.strip() == "yes", base.strip() == "yes")
+    assert stated == {c.name: (c.lossless, c.needs_base) for c in table.CODECS}
+    assert all(CODEC.match(name) for name in stated)
+
+
+def test_each_optional_member_of_a_manifest_stands_in_its_table_in_order() -> None:
+    at = CheckpointId(1, 7)
+    index = Index("r", at, 0, 1, 0.0, {}, {}, (), {}, (), ())
+    base = Base(CheckpointId(1, 6), "0" * 32)
+    whole = make_manifest([(index, b"")], base=base, fidelity="moments")
+    plain = make_manifest([(index, b"")])
+    more = [name for name in json.loads(whole) if name not in json.loads(plain)]
+    assert _table("## Manifest", "| optional member |") == more
+    assert {"base", "lossy"} == FEATURES
+    for name in FEATURES:
+        assert f"| 1, `needs` `{name}` |" in TEXT
 
 
 def test_each_tag_of_the_state_tree_stands_in_the_table_and_no_other() -> None:
