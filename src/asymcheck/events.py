@@ -20,6 +20,7 @@ class Stage(StrEnum):
     COPY = "copy"
     ENCODE = "encode"
     FLUSH = "flush"
+    WRITE = "write"
     COMMIT = "commit"
     RETAIN = "retain"
     RESTORE = "restore"

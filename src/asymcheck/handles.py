@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
+from asymcheck.encoding import GroupReport
 from asymcheck.persist import Durable
 
 T = TypeVar("T")
@@ -57,6 +58,12 @@ class SaveReport:
         durable_s: Seconds from the boundary until it was durable.
         cpu_s: CPU seconds of all background work.
         lag_steps: Steps that training had gone on when it became durable.
+        encode_s: Seconds of encoding and hashing, summed over threads.
+        write_s: Seconds that the store took.
+        batches: Writes that the chunks were merged into.
+        groups: What became of each kind of leaf: codec, bytes, CPU seconds.
+        fidelity: ``exact`` where every bit comes back.
+        base: Step of the key-frame that differences were made to, 0 where there are none.
     """
 
     step: int
@@ -71,6 +78,12 @@ class SaveReport:
     durable_s: float
     cpu_s: float
     lag_steps: int
+    encode_s: float = 0.0
+    write_s: float = 0.0
+    batches: int = 0
+    groups: tuple[GroupReport, ...] = ()
+    fidelity: str = "exact"
+    base: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,4 +119,10 @@ def report_of(found: Durable, eager_bytes: int, step_stall_s: float) -> SaveRepo
         durable_s=found.durable_s,
         cpu_s=found.cpu_s,
         lag_steps=0,
+        encode_s=found.encode_s,
+        write_s=found.write_s,
+        batches=found.batches,
+        groups=found.groups,
+        fidelity=found.fidelity,
+        base=found.base,
     )

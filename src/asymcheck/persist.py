@@ -23,6 +23,7 @@ from time import monotonic, perf_counter, sleep, thread_time
 from typing import Any
 
 from asymcheck.capture import Capture, find_torn_leaf, parse_capture
+from asymcheck.encoding import Chooser, GroupReport
 from asymcheck.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -31,14 +32,15 @@ from asymcheck.errors import (
     StoreError,
     SupersededWriter,
 )
-from asymcheck.events import Sink, Span, Stage, timed
+from asymcheck.events import Sink, Span, Stage, discard, timed
 from asymcheck.memory.arena import Slot, SlotState
 from asymcheck.memory.process import ProcessId
-from asymcheck.planning.layout import PAGE_BYTES, Extent, align_up
+from asymcheck.planning.layout import Extent
 from asymcheck.planning.retention import CheckpointId, Retention
-from asymcheck.storage.flush import Encoded, flush
+from asymcheck.planning.selection import RAW, Selection
+from asymcheck.storage.flush import Batch, Encoded, flush
 from asymcheck.storage.index import Index
-from asymcheck.storage.manifest import parse_attempt
+from asymcheck.storage.manifest import EXACT, parse_attempt
 from asymcheck.storage.repository import Repository
 from asymcheck.storage.store import open_store
 
@@ -60,6 +62,12 @@ class Durable:
         persist_s: Seconds from the first byte flushed to the commit, waits included.
         durable_s: Seconds from the boundary, when the state was live, until it was durable.
         cpu_s: CPU seconds that persisting took.
+        encode_s: Seconds of encoding and hashing, summed over threads.
+        write_s: Seconds that the store took.
+        batches: Writes that the chunks were merged into.
+        groups: What became of each kind of leaf.
+        fidelity: ``exact``, or what the losses in its index are within.
+        base: Step of the key-frame that differences in it are made to, 0 where there are none.
     """
 
     step: int
@@ -69,6 +77,12 @@ class Durable:
     persist_s: float
     durable_s: float
     cpu_s: float
+    encode_s: float = 0.0
+    write_s: float = 0.0
+    batches: int = 0
+    groups: tuple[GroupReport, ...] = ()
+    fidelity: str = EXACT
+    base: int = 0
 
 
 def persist(
@@ -77,6 +91,7 @@ def persist(
     retention: Retention,
     sink: Sink,
     trainer_is_alive: Callable[[], bool],
+    chooser: Chooser | None = None,
 ) -> Durable:
     """Take one slot to a committed checkpoint; blocks.
 
@@ -91,6 +106,7 @@ def persist(
         retention: Applied after the commit.
         sink: Receives spans.
         trainer_is_alive: Whether somebody may still fill and seal the slot.
+        chooser: Encodes the chunks; without one they are stored as they are.
 
     Raises:
         DroppedCheckpoint: The state changed while it was copied, or the trainer died first.
@@ -103,10 +119,8 @@ def persist(
         return committed
     image = slot.image
 
-    def encode(extent: Extent) -> Encoded:
-        _await(slot, capture, trainer_is_alive, extent.stop)
-        padded = image[extent.start : align_up(extent.stop, PAGE_BYTES)]
-        return Encoded(padded[: extent.nbytes], "raw", padded)
+    def wait(upto: int) -> None:
+        _await(slot, capture, trainer_is_alive, upto)
 
     def check() -> None:
         _await(slot, capture, trainer_is_alive, None)
@@ -119,7 +133,9 @@ def persist(
                 f"checkpointer.fence() before code that writes parameters by hand",
             )
 
-    return write_checkpoint(repository, capture, encode, check, retention, sink)
+    return write_checkpoint(
+        repository, capture, image, wait, check, retention, sink, chooser or Chooser(RAW)
+    )
 
 
 def _find_committed(repository: Repository, capture: Capture) -> Durable | None:
@@ -146,20 +162,25 @@ def _find_committed(repository: Repository, capture: Capture) -> Durable | None:
 def write_checkpoint(
     repository: Repository,
     capture: Capture,
-    encode: Callable[[Extent], Encoded],
+    image: memoryview | Callable[[Extent], memoryview],
+    wait: Callable[[int], None],
     check: Callable[[], None],
     retention: Retention,
     sink: Sink,
+    chooser: Chooser,
 ) -> Durable:
-    """Flush and commit what ``encode`` gives; blocks.
+    """Encode, flush and commit an image; blocks.
 
     Args:
         repository: Where to.
         capture: What it is.
-        encode: Gives each chunk, in order.
+        image: Its bytes, up to a whole page; or gives those of a chunk, where there is no
+            memory for all of them.
+        wait: Returns when the image is complete up to there.
         check: Called once everything is flushed; raises when it must not be committed.
         retention: Applied after the commit.
         sink: Receives spans.
+        chooser: Says how chunks are encoded.
 
     Raises:
         CheckpointError: Nothing was committed, and what was written is removed again as far
@@ -167,10 +188,31 @@ def write_checkpoint(
     """
     start_s, cpu_s = perf_counter(), thread_time()
     at = capture.at
+    encoder = chooser.begin(capture)
+
+    def encode(extent: Extent) -> Encoded:
+        wait(extent.stop)
+        if callable(image):
+            return Encoded(image(extent), "raw")
+        return encoder.encode(extent, image)
+
+    def observe(batch: Batch) -> None:
+        chooser.observe(batch)
+        sink(Span(Stage.WRITE, at.step, batch.start_s, batch.duration_s, batch.nbytes))
+
     try:
         _check_room(repository, capture)
         with timed(sink, Stage.FLUSH, at.step, capture.raw_bytes):
-            flushed = flush(repository.store, at, 0, capture.chunks, encode)
+            flushed = flush(
+                repository.store,
+                at,
+                0,
+                capture.chunks,
+                encode,
+                policy=chooser.policy(encoder),
+                workers=chooser.workers if encoder.encodes else 0,
+                observe=observe,
+            )
             check()
         index = Index(
             run=repository.run,
@@ -184,10 +226,13 @@ def write_checkpoint(
             aliases=capture.aliases,
             chunks=flushed.chunks,
             packs=flushed.packs,
+            losses=encoder.losses,
         )
+        fidelity = chooser.fidelity if encoder.losses else EXACT
         with timed(sink, Stage.COMMIT, at.step):
-            manifest = repository.commit(index)
+            manifest = repository.commit(index, encoder.base, fidelity)
     except BaseException as failure:
+        chooser.fail(failure)
         _discard(repository, at)
         if isinstance(failure, StoreError):
             _check_not_overtaken(repository, at, failure)
@@ -199,6 +244,8 @@ def write_checkpoint(
         except StoreError as failure:
             # The checkpoint stands; what could not be removed goes with a later commit.
             _log.warning("step %d: retention failed: %s", at.step, failure)
+    if not callable(image):
+        chooser.finish(capture, encoder, flushed, image)
     return Durable(
         step=at.step,
         attempt=at.attempt,
@@ -207,6 +254,12 @@ def write_checkpoint(
         persist_s=done_s - start_s,
         durable_s=done_s - capture.boundary_s,
         cpu_s=thread_time() - cpu_s + flushed.helper_cpu_s,
+        encode_s=flushed.encode_s,
+        write_s=flushed.write_s,
+        batches=flushed.batches,
+        groups=encoder.reports,
+        fidelity=fidelity,
+        base=encoder.base.step if encoder.base else 0,
     )
 
 
@@ -282,6 +335,8 @@ class _Worker:
         self._trainer_fd = open_pidfd(self._trainer)
         self._grace_s = float(config["grace_s"])
         self._retention = Retention(**config["retention"])
+        self._sink: Sink = self._report if config["spans"] else discard
+        self._chooser = Chooser(Selection(**config["selection"]), config["batching"])
         self._repository = Repository(open_store(config["url"]), config["run"])
         self._slots: dict[int, Slot] = {}
         self._queue: deque[Slot] = deque()
@@ -343,6 +398,7 @@ class _Worker:
             else:
                 path = message["path"]
                 self._slots[token] = Slot(fds[0], Path(path) if path else None)
+                self._slots[token].hold_as_persister()
             self._queue.append(self._slots[token])
 
     @staticmethod
@@ -358,7 +414,12 @@ class _Worker:
     def _persist_one(self, slot: Slot) -> None:
         try:
             durable = persist(
-                self._repository, slot, self._retention, self._report, self._trainer_is_alive
+                self._repository,
+                slot,
+                self._retention,
+                self._sink,
+                self._trainer_is_alive,
+                self._chooser,
             )
         except CheckpointError as failure:
             self._send({"failed": describe_error(failure)})
@@ -391,6 +452,11 @@ def describe_error(failure: CheckpointError) -> dict[str, Any]:
         "step": getattr(failure, "step", 0),
         "key": getattr(failure, "key", "")[:_TEXT_CHARS],
     }
+
+
+def rebuild_durable(told: dict[str, Any]) -> Durable:
+    """The report that came as a message."""
+    return Durable(**{**told, "groups": tuple(GroupReport(*row) for row in told["groups"])})
 
 
 def rebuild_error(told: dict[str, Any]) -> CheckpointError:

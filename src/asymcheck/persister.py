@@ -19,8 +19,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Literal, Protocol
 
+from asymcheck.encoding import Chooser
 from asymcheck.errors import CheckpointError, OptionError, StoreError
-from asymcheck.events import Sink, Span, Stage
+from asymcheck.events import Sink, Span, Stage, discard
 from asymcheck.memory.arena import Arena, Slot
 from asymcheck.memory.process import ProcessId
 from asymcheck.persist import (
@@ -28,10 +29,12 @@ from asymcheck.persist import (
     Durable,
     open_pidfd,
     persist,
+    rebuild_durable,
     rebuild_error,
     tidy,
 )
 from asymcheck.planning.retention import Retention
+from asymcheck.planning.selection import RAW, Batching, Selection
 from asymcheck.storage.local import LocalStore
 from asymcheck.storage.manifest import Attempt, dump_attempt
 from asymcheck.storage.repository import Repository
@@ -80,9 +83,19 @@ class PersistThread:
         repository: Written by this thread alone from now on.
         retention: Applied after each commit.
         sink: Receives spans, on this thread.
+        selection: How chunks may be encoded.
+        batching: How they are merged into writes.
     """
 
-    def __init__(self, repository: Repository, retention: Retention, sink: Sink) -> None:
+    def __init__(
+        self,
+        repository: Repository,
+        retention: Retention,
+        sink: Sink,
+        selection: Selection = RAW,
+        batching: Batching = "ready",
+    ) -> None:
+        self._chooser = Chooser(selection, batching)
         self._repository = repository
         self._retention = retention
         self._sink = sink
@@ -107,7 +120,12 @@ class PersistThread:
         while (job := self._jobs.get()) is not None:
             try:
                 durable = persist(
-                    self._repository, job.slot, self._retention, self._sink, lambda: True
+                    self._repository,
+                    job.slot,
+                    self._retention,
+                    self._sink,
+                    lambda: True,
+                    self._chooser,
                 )
             except BaseException as failure:  # noqa: BLE001  it is the caller's to see
                 _settle(job, failure)
@@ -132,6 +150,8 @@ class PersistProcess:
         grace_s: How long an unsealed slot is waited for after SIGTERM.
         log_path: Where the process writes its log; ``None`` for a file without a name.
         claims: As ``Repository.claims``, looked at with each slot.
+        selection: How chunks may be encoded.
+        batching: How they are merged into writes.
 
     Raises:
         StoreError: The process could not be started.
@@ -147,6 +167,8 @@ class PersistProcess:
         grace_s: float,
         log_path: Path | None,
         claims: Sequence[Attempt] = (),
+        selection: Selection = RAW,
+        batching: Batching = "ready",
     ) -> None:
         self._claims = claims
         self._config = json.dumps(
@@ -156,6 +178,9 @@ class PersistProcess:
                 "trainer": list(_this_process()),
                 "grace_s": grace_s,
                 "retention": asdict(retention),
+                "selection": asdict(selection),
+                "batching": batching,
+                "spans": sink is not discard,  # nobody else would read them
             }
         )
         self._arena = arena
@@ -285,7 +310,7 @@ class PersistProcess:
                 self._ended = 0
                 job = self._jobs.popleft()
             told = message.get("failed")
-            _settle(job, rebuild_error(told) if told else Durable(**message["done"]))
+            _settle(job, rebuild_error(told) if told else rebuild_durable(message["done"]))
 
     def _replace(self) -> bool:
         """The process is gone: start another for what is left; returns whether there is one."""
@@ -412,14 +437,25 @@ def start_persister(
     retention: Retention,
     sink: Sink,
     grace_s: float,
+    selection: Selection,
+    batching: Batching,
 ) -> Persister:
     """Start the persister of that kind; see the classes for the arguments."""
     if kind == "thread":
-        return PersistThread(repository, retention, sink)
+        return PersistThread(repository, retention, sink, selection, batching)
     store = repository.store
     log_path = store.root / "persist.log" if isinstance(store, LocalStore) else None
     return PersistProcess(
-        store.url, repository.run, arena, retention, sink, grace_s, log_path, repository.claims
+        store.url,
+        repository.run,
+        arena,
+        retention,
+        sink,
+        grace_s,
+        log_path,
+        repository.claims,
+        selection,
+        batching,
     )
 
 

@@ -424,9 +424,17 @@ class Checkpointer:
                 _warn,
                 # Slots need a name where another process can make something of them.
                 (Path(),) if is_own_memory(self._store) else (SHARED_MEMORY, Path()),
+                self._store.url,
             )
             persister = start_persister(
-                self._persist, repository, arena, self._retention, self._sink, self._grace_s
+                self._persist,
+                repository,
+                arena,
+                self._retention,
+                self._sink,
+                self._grace_s,
+                self._strategy.selection,
+                self._strategy.batching,
             )
             self._snapshotter = Snapshotter(
                 self._state,

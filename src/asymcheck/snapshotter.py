@@ -34,6 +34,7 @@ from asymcheck.device.snapshot import (
     gather,
 )
 from asymcheck.device.state import State
+from asymcheck.encoding import Chooser
 from asymcheck.errors import CaptureError, CheckpointError, CheckpointWarning, DroppedCheckpoint
 from asymcheck.events import Sink, Span, Stage, timed
 from asymcheck.handles import Handle, Promised, report_of
@@ -42,8 +43,8 @@ from asymcheck.persist import Durable, write_checkpoint
 from asymcheck.persister import Persister
 from asymcheck.planning.layout import MiB
 from asymcheck.planning.retention import CheckpointId, Retention
+from asymcheck.planning.selection import RAW
 from asymcheck.planning.strategies import Strategy
-from asymcheck.storage.flush import Encoded
 from asymcheck.storage.repository import Repository
 
 EAGER_LIMIT_BYTES = 256 * MiB
@@ -216,10 +217,12 @@ class Snapshotter:
                 found = write_checkpoint(
                     self._repository,
                     described,
-                    lambda extent: Encoded(gather(placed, extent), "raw"),
+                    lambda extent: gather(placed, extent),
+                    lambda upto: None,
                     lambda: None,
                     self._retention,
                     self._sink,
+                    Chooser(RAW),
                 )
             except CheckpointError as failure:
                 handle.captured.set_exception(failure)

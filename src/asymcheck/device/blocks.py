@@ -43,7 +43,13 @@ def _is_opaque(module: nn.Module) -> bool:
 
 
 def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters() if not nn.parameter.is_lazy(p))
+    sizes = [p.numel() for p in module.parameters() if not _is_lazy(p)]
+    return sum(sizes)
+
+
+def _is_lazy(parameter: torch.Tensor) -> bool:
+    found: bool = nn.parameter.is_lazy(parameter)
+    return found
 
 
 def _outermost(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
 from asymcheck.errors import OptionError, nearest
+from asymcheck.planning.adaptive import Adaptive
+from asymcheck.planning.plan import IdleProportional, Partitioner
 from asymcheck.planning.policy import Admission
+from asymcheck.planning.selection import RAW, Batching, Fidelity, Selection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,17 +23,42 @@ class Strategy:
         persist: ``behind`` lets training go on once the state is copied; ``before`` keeps
             the loop waiting until the checkpoint is durable.
         admission: How many checkpoints may be under way.
+        partitioner: Which part of a lazy copy may happen in which window of the next step;
+            ``None`` lets it run freely.
+        selection: How chunks may be encoded.
+        batching: How encoded chunks are merged into writes.
     """
 
     capture: Literal["lazy", "blocking"] = "lazy"
     persist: Literal["behind", "before"] = "behind"
     admission: Admission = Admission()
+    partitioner: Partitioner | None = None
+    selection: Selection = RAW
+    batching: Batching = "ready"
 
+    def with_fidelity(self, fidelity: Fidelity) -> Strategy:
+        """The same with another class of fidelity."""
+        return replace(self, selection=replace(self.selection, fidelity=fidelity))
+
+
+_TRY_ALL = Selection(rule="smallest", delta=True)
 
 strategies = MappingProxyType(
     {
         "naive": Strategy(capture="blocking", persist="before"),
-        "asymcheck": Strategy(),
+        "asymcheck": Strategy(partitioner=Adaptive(), selection=Selection(cpu_share=0.05)),
+        "asymcheck-paper": Strategy(
+            partitioner=IdleProportional(),
+            selection=Selection(rule="paper"),
+            batching="square-root",
+        ),
+        "asymcheck-naive": Strategy(partitioner=IdleProportional(), batching="each"),
+        "asymcheck-s": Strategy(
+            partitioner=IdleProportional(), selection=_TRY_ALL, batching="each"
+        ),
+        "asymcheck-so": Strategy(
+            partitioner=IdleProportional(), selection=_TRY_ALL, batching="ready"
+        ),
     }
 )
 """Every strategy by name."""
