@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import threading
@@ -46,6 +47,7 @@ from asymcheck.upkeep import Wanted, plan_prune, prune, rows_of
 TREE = json.dumps(
     {"items": {"w": {"kind": "tensor", "key": "w"}, "b": {"kind": "tensor", "key": "b"}}, "rng": {}}
 ).encode()
+GOLDEN = Path(__file__).parents[1] / "golden"
 LOSSLESS = [codec.label for codec in table.CODECS if codec.lossless and not codec.needs_base]
 DELTAS = [codec.label for codec in table.CODECS if codec.lossless and codec.needs_base]
 PLAIN, DELTA = LOSSLESS[-1], DELTAS[-1]
@@ -661,6 +663,29 @@ def test_a_manifest_with_a_base_and_losses_is_read_as_it_was_written(
     found = parse_manifest(data, manifest_name(TWO))
     assert (found.base, found.fidelity, found.hash) == (base, "aggressive", digest(data))
     assert b'"needs":["base","lossy"]' in data
+
+
+# --- what was stored once ---------------------------------------------------
+
+
+def test_the_golden_checkpoints_of_every_codec_are_decoded_to_what_they_were() -> None:
+    listed = json.loads((GOLDEN / "codecs.json").read_text())
+    repository = open_repository(LocalStore(GOLDEN / "codecs"))
+    committed, seen = repository.survey().committed, set()
+    assert [m.fidelity for m in committed.values()] == ["exact", "exact", "moments", "aggressive"]
+    assert [m.base and m.base.at.step for m in committed.values()] == [None, 1, None, 1]
+    for at in committed:
+        assert list(verify(repository, at)) == []
+        found = read_bytes(repository, at)
+        hashes = {key: hashlib.sha256(data).hexdigest() for key, data in found.items()}
+        assert hashes == listed[str(at.step)]
+        with repository.open(at) as opened:
+            (index,) = opened.indexes
+        seen |= {chunk.codec for chunk in index.chunks}
+        assert [loss.codec for loss in index.losses] == [
+            c.codec for c in index.chunks if not table.find(c.codec).lossless
+        ]
+    assert seen == {codec.name for codec in table.CODECS}
 
 
 # --- the command line -------------------------------------------------------
