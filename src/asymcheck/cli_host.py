@@ -230,7 +230,7 @@ def _clear_all(*, dry_run: bool, yes: bool, discard_sealed: bool, as_json: bool)
     if found and not (yes or dry_run):
         show_line(
             "nothing was changed: --yes removes what is unfinished; 'asymcheck repair ROOT' makes "
-            "what is whole durable, ROOT being where the run saves"
+            "what is whole durable, with the ROOT that stands beside it"
         )
 
 
@@ -238,13 +238,15 @@ def _print_remnants(found: Sequence[Remnant], *, discard_sealed: bool) -> None:
     if not found:
         show_line("no dead trainer left a slot")
         return
-    columns = ("slot", ">bytes", "holds", "when", "with --yes")
+    columns = ("slot", ">bytes", "holds", "when", "root", "with --yes")
     cells = []
     for remnant in found:
         why = why_stays(remnant, discard_sealed=discard_sealed)
         when = "-" if remnant.created_s is None else time_text(remnant.created_s)
         fate = "goes" if why is None else f"stays: {why}"
-        cells.append([remnant.name, size_text(remnant.nbytes), _content(remnant), when, fate])
+        root = plain(remnant.slot.root) or "-"
+        size = size_text(remnant.nbytes)
+        cells.append([remnant.name, size, _content(remnant), when, root, fate])
     show_line(table_text(columns, cells))
 
 
@@ -263,7 +265,8 @@ def _remnant_json(remnant: Remnant) -> dict[str, Any]:
         "slot": remnant.name,
         "run": remnant.run,
         "trainer": remnant.trainer,
-        "persister": remnant.slot.persister.pid if remnant.slot.persister.is_alive else None,
+        "root": remnant.slot.root or None,
+        "persister": remnant.slot.persister.pid if remnant.slot.is_at_work else None,
         "bytes": remnant.nbytes,
         "sealed": remnant.slot.is_sealed,
         "created_s": remnant.created_s,

@@ -32,6 +32,7 @@ _CONTAINER_SHM_BYTES = 64 * MiB
 _LITTLE_MEMORY_BYTES = 512 * MiB
 _FEW_FILES = 1024
 _OWN_FILES = 64
+_ROOTS_SAID = 3
 _PACKAGES = ("torch", "numpy", "xxhash")
 
 
@@ -238,12 +239,14 @@ def _left_over(host: Host) -> Finding:
         with suppress(OSError):
             nbytes += slot.path.stat().st_size
     sealed = sum(slot.is_sealed for slot in slots)
+    roots = sorted({slot.root for slot in slots if slot.is_sealed and slot.root}) or ["ROOT"]
+    named = ", ".join(f"'asymcheck repair {root}'" for root in roots[:_ROOTS_SAID])
     return Finding(
         "left-over slots",
         Level.WARN,
         f"{count_text(len(slots), 'slot')} of dead trainers, {size_text(nbytes)}, {sealed} sealed",
-        "start the job again, or 'asymcheck repair ROOT' to make what is sealed durable; "
-        "'asymcheck repair' lists them",
+        f"start the job again, or {named} to make what is sealed durable; 'asymcheck repair' "
+        f"lists them",
     )
 
 

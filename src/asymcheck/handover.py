@@ -16,6 +16,7 @@ from time import monotonic, sleep
 from asymcheck.errors import CheckpointError, StoreError
 from asymcheck.events import Sink
 from asymcheck.memory.arena import SHARED_MEMORY, Slot, SlotState, owner_of, slots_of
+from asymcheck.memory.holding import Part, is_held
 from asymcheck.memory.host import read_text
 from asymcheck.memory.process import ProcessId
 from asymcheck.persist import Durable, persist
@@ -35,11 +36,18 @@ class LeftOver:
         path: Its file.
         persister: The process that may still be at work on it.
         is_sealed: Whether it holds a whole checkpoint that is not durable yet.
+        root: URL of the root that it is for, empty where it does not say so.
     """
 
     path: Path
     persister: ProcessId
     is_sealed: bool
+    root: str = ""
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a persister process is at work on it, here or in another container."""
+        return self.persister.is_alive or is_held(self.path, Part.PERSISTER)
 
 
 def left_over(run: str | None = None, directory: Path = SHARED_MEMORY) -> list[LeftOver]:
@@ -55,7 +63,7 @@ def left_over(run: str | None = None, directory: Path = SHARED_MEMORY) -> list[L
         if _living_owner(path, slot) is None:
             persister = slot.persister if slot else ProcessId(0, 0)
             is_sealed = slot is not None and slot.state == SlotState.SEALED
-            found.append(LeftOver(path, persister, is_sealed))
+            found.append(LeftOver(path, persister, is_sealed, slot.root if slot else ""))
         if slot is not None:
             slot.close(unlink=False)
     return found
@@ -100,10 +108,13 @@ def _living_owners(run: str, directory: Path) -> set[ProcessId]:
 
 
 def _living_owner(path: Path, slot: Slot | None) -> ProcessId | None:
-    """The trainer of a slot, where it lives; while a slot is made, only its name knows it."""
+    """The trainer of a slot, where it lives; while a slot is made, only its name knows it.
+
+    One of another container has no number here, and holds its slots all the same.
+    """
     known = slot is not None and slot.owner.pid
     owner = slot.owner if slot is not None and known else ProcessId.of(owner_of(path))
-    return owner if owner.is_alive else None
+    return owner if owner.is_alive or is_held(path, Part.OWNER) else None
 
 
 def _await_ends(run: str, directory: Path, until_s: float) -> None:
@@ -216,8 +227,13 @@ def remove_slot(old: LeftOver) -> bool:
 
 
 def _end_persister(old: LeftOver, until_s: float) -> None:
-    while old.persister.is_alive and monotonic() < until_s:
+    while old.is_at_work and monotonic() < until_s:
         sleep(_POLL_S)
+    if old.is_at_work and not old.persister.is_alive:
+        raise StoreError(
+            f"{old.path}: a persister of another container is at work on it: try again later",
+            retryable=True,
+        )
     if old.persister.is_alive:
         with suppress(ProcessLookupError):
             os.kill(old.persister.pid, signal.SIGKILL)

@@ -125,7 +125,7 @@ def remove_remnants(found: Sequence[Remnant], *, discard_sealed: bool) -> Remova
 
 def why_stays(remnant: Remnant, *, discard_sealed: bool) -> str | None:
     """Why a slot is not removed, ``None`` where it is."""
-    if remnant.slot.persister.is_alive:
+    if remnant.slot.is_at_work:
         return f"persister process {remnant.slot.persister.pid} is at work on it"
     if remnant.slot.is_sealed and not discard_sealed:
         return "it holds a whole checkpoint"
@@ -205,8 +205,9 @@ def plan_repair(repository: Repository, directory: Path = SHARED_MEMORY) -> Repa
     alive = _living_trainers(repository.run, directory)
     if alive:
         raise OptionError(
-            f"{repository.store.url}: process {alive[0]} is training on this run, so nothing was "
-            f"touched: it cares for its own slots and files; stop it first, or wait for its end"
+            f"{repository.store.url}: process {alive[0]} is training on this run (the number is "
+            f"that of its own container), so nothing was touched: it cares for its own slots and "
+            f"files; stop it first, or wait for its end"
         )
     attempt = repository.newest_attempt()
     found = remnants(repository.run, directory)

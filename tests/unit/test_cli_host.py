@@ -518,6 +518,11 @@ def test_without_a_root_left_over_slots_of_all_runs_are_listed_and_unfinished_on
     assert "nothing was changed" in listed.stdout
     assert len(list(shelf.iterdir())) == 2
     told = report("repair")
+    roots = {s["slot"]: s["root"] for s in told["slots"]}
+    assert roots == {
+        n: f"file://{left.folder}/r" for n, left in ((sealed, whole), (unsealed, half))
+    }
+    assert roots[sealed] in lines[sealed]
     assert {s["slot"]: s["sealed"] for s in told["slots"]} == {sealed: True, unsealed: False}
     assert {s["run"] for s in told["slots"]} == {
         run_id(whole.folder / "r"),
@@ -575,7 +580,7 @@ def test_the_doctor_sees_what_was_left_and_repair_cures_it(root: Path, whole: Le
     assert len(mine) == 1
     findings = {f["name"]: f for f in report("doctor", root)["findings"]}
     assert findings["left-over slots"]["level"] == "warn"
-    assert "asymcheck repair ROOT" in findings["left-over slots"]["change"]
+    assert "asymcheck repair file://" in findings["left-over slots"]["change"]
     assert "the newest of step 1" in findings["checkpoints"]["found"]
     run("repair", root, "--yes")
     assert left_over(run_id(root)) == []

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -381,6 +382,8 @@ def test_left_over_slots_are_counted(tmp_path: Path) -> None:
     assert found.level is Level.WARN
     assert found.found == "3 slots of dead trainers, 2.0 MiB, 1 sealed"
     assert "asymcheck repair ROOT" in found.change
+    host.slots = [replace(slot, root="file:///runs/a") for slot in host.slots]
+    assert "'asymcheck repair file:///runs/a' to make" in look(host, "left-over slots").change
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from asymcheck.errors import CaptureError
+from asymcheck.memory.holding import Hold, Part
 from asymcheck.memory.host import available_bytes
 from asymcheck.memory.process import ProcessId
 from asymcheck.planning.layout import PAGE_BYTES, MiB, align_up
@@ -58,6 +59,10 @@ class _Word(IntEnum):
     OWNER_START = 9
     PERSISTER_PID = 10
     PERSISTER_START = 11
+    ROOT = 12
+
+
+_ROOT_AT = 1024  # from here on the header page holds the root's URL
 
 
 class Slot:
@@ -75,6 +80,7 @@ class Slot:
         self.fd = fd
         self.path = path
         self.token = 0
+        self._hold: Hold | None = None
         size = os.fstat(fd).st_size
         populate = getattr(mmap, "MAP_POPULATE", 0)
         self._map = mmap.mmap(fd, size, mmap.MAP_SHARED | populate)
@@ -84,14 +90,17 @@ class Slot:
             raise ValueError(f"{path}: not an asymcheck slot")
 
     @classmethod
-    def create(cls, directory: Path, name: str, capacity_bytes: int, meta_bytes: int) -> Slot:
-        """Reserve a new slot; blocks while the memory is made.
+    def create(
+        cls, directory: Path, name: str, capacity_bytes: int, meta_bytes: int, root: str = ""
+    ) -> Slot:
+        """Reserve a new slot that this process owns; blocks while the memory is made.
 
         Args:
             directory: A file system in memory; ``Path()`` for memory without a name.
             name: File name.
             capacity_bytes: Room for image and canaries.
             meta_bytes: Room for the description.
+            root: URL of the root that it is for.
 
         Raises:
             OSError: There is not enough room; nothing is left behind.
@@ -103,14 +112,23 @@ class Slot:
             fd = os.memfd_create(name, os.MFD_CLOEXEC)
         else:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        hold = None
         try:
+            hold = Hold(fd, Part.OWNER)
             os.posix_fallocate(fd, 0, size)
             slot = cls(fd, path)
         except BaseException:
+            if hold is not None:
+                hold.release()
             os.close(fd)
             if path is not None:
                 path.unlink(missing_ok=True)
             raise
+        slot._hold = hold
+        text = root.encode(errors="surrogateescape")
+        if len(text) <= PAGE_BYTES - _ROOT_AT:
+            slot._bytes[_ROOT_AT : _ROOT_AT + len(text)] = text
+            slot._words[_Word.ROOT] = len(text)
         slot._words[_Word.CAPACITY] = capacity
         slot._words[_Word.META_CAPACITY] = size - PAGE_BYTES - capacity
         owner = ProcessId.of(os.getpid())
@@ -173,6 +191,16 @@ class Slot:
         self._words[_Word.PERSISTER_PID] = process.pid
         self._words[_Word.PERSISTER_START] = process.start
 
+    @property
+    def root(self) -> str:
+        """URL of the root that it is for; empty where it was too long to stand here."""
+        text = self._bytes[_ROOT_AT : min(_ROOT_AT + self._words[_Word.ROOT], PAGE_BYTES)]
+        return bytes(text).decode(errors="surrogateescape")
+
+    def hold_as_persister(self) -> None:
+        """Say to everyone who can see the slot that this process persists it."""
+        self._hold = self._hold or Hold(self.fd, Part.PERSISTER)
+
     # --- content ------------------------------------------------------------
 
     def fits(self, capacity_bytes: int, meta_bytes: int) -> bool:
@@ -222,6 +250,8 @@ class Slot:
         """Unmap as soon as no view is left; with ``unlink`` remove the file too."""
         if unlink and self.path is not None:
             self.path.unlink(missing_ok=True)
+        if self._hold is not None:
+            self._hold.release()
         os.close(self.fd)
         self._words.release()
         try:
@@ -281,6 +311,7 @@ class Arena:
         warn: Called once, with what was done instead, when there is too little room.
         directories: Where to make slots, in order of preference; ``Path()`` is memory
             without a name, which does not outlive the processes that hold it.
+        root: URL of the root that they are for, for people who find one.
 
     Attributes:
         before_removal: Called with a slot before its memory goes.
@@ -293,7 +324,9 @@ class Arena:
         slots: int,
         warn: Callable[[str], None],
         directories: Sequence[Path] = (SHARED_MEMORY, Path()),
+        root: str = "",
     ) -> None:
+        self._root = root
         self._run = run
         self._rank = rank
         self._warn = warn
@@ -436,7 +469,7 @@ class Arena:
             token = next(_serials)
             name = slot_name(self._run, self._rank, token)
             try:
-                slot = Slot.create(directory, name, capacity_bytes, meta_bytes)
+                slot = Slot.create(directory, name, capacity_bytes, meta_bytes, self._root)
             except FileExistsError:
                 continue  # left over by a dead process that had the number of this one
             except OSError as failure:
@@ -456,6 +489,6 @@ class Arena:
 _serials = itertools.count(1)  # of this process: two arenas of one run must not meet
 _NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.ENOENT, errno.EACCES, errno.EROFS}
 _HINTS = {
-    errno.EMFILE: "raise 'ulimit -n': each slot takes two descriptors",
+    errno.EMFILE: "raise 'ulimit -n': each slot takes three descriptors",
     errno.ENFILE: "the host's table of open files is full",
 }
