@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 import asymcheck
 from asymcheck.cli import app
 from asymcheck.planning.retention import CheckpointId, Retention
+from asymcheck.planning.strategies import Strategy
 from asymcheck.rendering import table_text, tree_lines
 from asymcheck.storage.repository import open_repository
 from asymcheck.storage.sealed import digest, seal, unseal
@@ -53,6 +54,7 @@ def state_of(seed: int = 0, **more: object) -> dict[str, Any]:
 
 
 def train(root: Path | str, *steps: int, restore: int | None = None, **options: Any) -> None:
+    options.setdefault("strategy", Strategy())  # chunks lie in their packs as they were
     with asymcheck.Checkpointer(root, state=state_of(len(steps)), **options) as ckpt:
         ckpt.restore(restore)
         for step in steps:
