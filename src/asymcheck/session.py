@@ -217,6 +217,7 @@ class Checkpointer:
         if not self._cadence.due(step=step, last_step=self._last_step, since_last_s=since_s):
             if self._snapshotter is not None and not isinstance(self._cadence, Never):
                 self._snapshotter.prepare()
+                self._snapshotter.between_saves()
             return None
         return self._save(step, metrics, self._strategy.admission.when_full)
 

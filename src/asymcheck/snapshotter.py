@@ -23,6 +23,7 @@ import torch
 from asymcheck.capture import Capture, dump_capture
 from asymcheck.device.cuda import Pinning
 from asymcheck.device.fence import UpdateHook
+from asymcheck.device.pacing import Pacing
 from asymcheck.device.placement import Placed, Placer
 from asymcheck.device.snapshot import (
     Copier,
@@ -110,7 +111,19 @@ class Snapshotter:
         self.copier = Copier()
         self._pinning = Pinning()
         arena.before_removal = self._pinning.release
-        self._hook = UpdateHook(self._watched, self.fence, state.optimizers)
+        self._pacing: Pacing | None = None
+        if strategy.partitioner is not None and strategy.capture == "lazy":
+            self._pacing = Pacing(state.modules, strategy.partitioner)
+        self._hook = UpdateHook(self._watched, self.fence, state.optimizers, self._end_step)
+
+    def between_saves(self) -> None:
+        """A step is over that does not save."""
+        if self._pacing is not None:
+            self._pacing.begin_step(saves=False)
+
+    def _end_step(self) -> None:
+        if self._pacing is not None:
+            self._pacing.end_step()
 
     def prepare(self) -> None:
         """Have the first slot made in the background, now that the state has its full size.
@@ -243,7 +256,11 @@ class Snapshotter:
                 canaries = copy_canaries(placed, slot.canaries)
                 if not waits:
                     finish_canaries(canaries, slot.canaries)
-            copy = LazyCopy(step, slot, placed, canaries, self._pinning)
+            pace = None
+            if self._pacing is not None:
+                self._pacing.begin_step(saves=waits)
+                pace = self._pacing.plan(placed.at.lazy_bytes) if waits else None
+            copy = LazyCopy(step, slot, placed, canaries, self._pinning, pace)
         except BaseException:
             self._arena.free(slot)
             raise
@@ -335,6 +352,7 @@ class Snapshotter:
             active = self._active
             if active is None:
                 return
+            self._end_step()
             start_s = perf_counter()
             active.copy.hold_updates()
             active.fence_stall_s = perf_counter() - start_s
@@ -419,6 +437,8 @@ class Snapshotter:
         """Seal what was captured and wait for the persister; returns whether it was in time."""
         self.fence()
         self._hook.close()
+        if self._pacing is not None:
+            self._pacing.close()
         until_s = monotonic() + timeout_s
         # First the copying thread: it is the one that hands slots to the persister.
         in_time = self.copier.close(timeout_s)

@@ -25,6 +25,8 @@ class UpdateHook:
         fence: Called before the update, on the thread that makes it; may block.
         own: Optimizers that concern it wherever their tensors lie now: one whose parameters
             were given other memory still moves the version counters of the old.
+        before: Called before each update of one of its own, first of all; must be cheap. Not
+            with a closure, in which forward and backward run.
     """
 
     def __init__(
@@ -32,7 +34,9 @@ class UpdateHook:
         watched: Callable[[], frozenset[int]],
         fence: Callable[[], None],
         own: Iterable[torch.optim.Optimizer] = (),
+        before: Callable[[], None] = lambda: None,
     ) -> None:
+        self._before = before
         self._watched = watched
         self._fence = fence
         self._own = frozenset(map(id, own))
@@ -48,12 +52,14 @@ class UpdateHook:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if id(optimizer) in self._own and not callable(closure):
+            self._before()
         watched = self._watched()
         if not watched or os.getpid() != self._pid:
             return None  # a forked child has memory of its own, and nobody who copies it
         if id(optimizer) not in self._own and not _touches(optimizer, watched):
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure) or not _is_torchs(type(optimizer)):
             self._fence()
             return None

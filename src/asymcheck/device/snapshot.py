@@ -22,6 +22,7 @@ import torch
 
 from asymcheck.device.cuda import Boundary, DeviceCopy, Pinning
 from asymcheck.device.leaves import Source
+from asymcheck.device.pacing import Pace
 from asymcheck.device.placement import NOTHING, Placed
 from asymcheck.device.tensors import as_bytes
 from asymcheck.memory.arena import Slot
@@ -166,6 +167,7 @@ class LazyCopy:
         placed: What.
         canaries: What ``copy_canaries`` left on devices.
         pinning: Registers slots for copies off a CUDA device.
+        pace: When the pieces may be copied; at once without one.
 
     Attributes:
         issued: Set when the host need not wait any more: every copy is done, or queued on a
@@ -185,6 +187,7 @@ class LazyCopy:
         placed: Placed,
         canaries: list[tuple[torch.Tensor, int]],
         pinning: Pinning,
+        pace: Pace | None = None,
     ) -> None:
         self.step = step
         self.slot = slot
@@ -196,6 +199,7 @@ class LazyCopy:
         self.before: Callable[[], None] = lambda: None
         self._canaries = canaries
         self._pinning = pinning
+        self._pace = pace
         self._lock = threading.Lock()
         self._after: Callable[[], None] | None = None
         lazy = [placed.sources[i] for i in placed.at.lazy]
@@ -224,6 +228,8 @@ class LazyCopy:
         """Return once the state may change: blocks the host until every copy is issued, and
         makes the device streams wait for the rest.
         """
+        if self._pace is not None:
+            self._pace.let_go()
         self.issued.wait()
         if self._device is not None:
             self._device.hold_updates()
@@ -267,6 +273,8 @@ class LazyCopy:
 
     def _copy(self, between: Callable[[], None]) -> None:
         into = np.frombuffer(self.slot.image, np.uint8)
+        pace = self._pace
+        piece_bytes = PIECE_BYTES if pace is None else min(PIECE_BYTES, pace.piece_bytes)
         if self._boundary:
             pinned = self._pinning.is_pinned(self.slot)
             self._device = DeviceCopy(self._boundary, pinned=pinned)
@@ -278,8 +286,10 @@ class LazyCopy:
                 self._note(extent.stop)
                 continue
             flat = _flat(source)
-            for piece in _pieces(extent):
+            for piece in _pieces(extent, piece_bytes):
                 between()
+                if pace is not None and source.spec.lazy:
+                    pace.wait(piece.nbytes)
                 part = flat[piece.start - extent.start : piece.stop - extent.start]
                 target = into[piece.start : piece.stop]
                 if self._device is not None and part.device.type == "cuda":
@@ -287,6 +297,8 @@ class LazyCopy:
                 else:
                     np.copyto(target, part.numpy())  # without the interpreter lock
                     self._note(piece.stop)
+        if pace is not None:
+            pace.done()
         if self._device is not None:
             self._device.finish_issuing()
             self.issued.set()
@@ -333,8 +345,7 @@ class Copier:
             job.run(self.between)
 
 
-def _pieces(extent: Extent) -> Sequence[Extent]:
+def _pieces(extent: Extent, nbytes: int) -> Sequence[Extent]:
     return [
-        Extent(lo, min(lo + PIECE_BYTES, extent.stop))
-        for lo in range(extent.start, extent.stop, PIECE_BYTES)
+        Extent(lo, min(lo + nbytes, extent.stop)) for lo in range(extent.start, extent.stop, nbytes)
     ]

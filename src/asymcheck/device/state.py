@@ -114,6 +114,11 @@ class State:
         """The optimizers among the items."""
         return [i.optimizer for i in self._items.values() if isinstance(i, OptimizerItem)]
 
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The modules among the items."""
+        return [i.module for i in self._items.values() if isinstance(i, ModuleItem)]
+
     def collect(self) -> Collector:
         """Every leaf as it is now, the tree last; nothing is copied but Python values.
 

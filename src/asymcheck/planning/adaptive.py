@@ -20,6 +20,7 @@ from asymcheck.planning.plan import (
     FREE,
     UNKNOWN,
     Gate,
+    Partitioner,
     PartitionPlan,
     Prediction,
     Whole,
@@ -142,6 +143,36 @@ class Adaptive:
             left -= share
         sizes[-1] += left  # bytes that rounding down left over
         return PartitionPlan(tuple(accumulate(sizes)), tuple(windows), lazy_bytes)
+
+
+def decide(
+    partitioner: Partitioner,
+    lazy_bytes: int,
+    windows: Sequence[Window],
+    bandwidth_bytes_per_s: float,
+    contention: Contention = UNKNOWN,
+    previous: PartitionPlan | None = None,
+) -> Decision:
+    """The plan of any partitioner, with its gate: one that only divides is held to its bounds
+    in the windows. Nothing is held back before windows and bandwidth are known.
+    """
+    if not windows or not bandwidth_bytes_per_s > 0.0:
+        whole = Whole().divide(lazy_bytes, (), 0.0)
+        return Decision(whole, FREE, LEAST_CHUNK_BYTES, 0.0, "nothing is measured yet")
+    if isinstance(partitioner, Adaptive):
+        return partitioner.decide(lazy_bytes, windows, bandwidth_bytes_per_s, contention, previous)
+    plan = partitioner.divide(lazy_bytes, windows, bandwidth_bytes_per_s, contention, previous)
+    gate = FREE if plan.free_running else Gate("windows")
+    freely = predict(
+        Whole().divide(lazy_bytes, windows, bandwidth_bytes_per_s),
+        windows,
+        bandwidth_bytes_per_s,
+        FREE,
+        contention,
+    )
+    held = predict(plan, windows, bandwidth_bytes_per_s, gate, contention)
+    chunk = chunk_bytes(windows, bandwidth_bytes_per_s)
+    return Decision(plan, gate, chunk, freely.lost_s - held.lost_s, "as the partitioner divides")
 
 
 def _least_gain_s(freely: Prediction, gated: Prediction, contention: Contention) -> float:

@@ -1,0 +1,154 @@
+"""Holding the copying thread to a partition plan, and measuring what the plan is made from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from time import perf_counter
+
+from torch import nn
+
+from asymcheck.device.profile import Instant, Profiler
+from asymcheck.planning.adaptive import Decision, decide
+from asymcheck.planning.contention import Contention
+from asymcheck.planning.plan import Partitioner, PartitionPlan
+from asymcheck.planning.windows import total_s
+
+_POLL_S = 0.002
+_KNOWN = 9
+"""Steps that are measured before only each ``_SELDOM``-th is."""
+_SELDOM = 10
+
+
+class Pacing:
+    """Plans each copy by the windows of the steps before, and lets it on in these windows.
+
+    Belongs to the training thread, but for what a ``Pace`` says.
+
+    Args:
+        modules: Whose blocks make the windows.
+        partitioner: Divides the copy over them.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], partitioner: Partitioner) -> None:
+        self._profiler = Profiler(modules, self._on_window)
+        self._partitioner = partitioner
+        self._contention = Contention()
+        self._generation = 0
+        self._plan: PartitionPlan | None = None
+        self._changed = threading.Condition()
+        self._steps = 0
+        self.decision: Decision | None = None
+        """The latest, for whoever explains it."""
+
+    @property
+    def contention(self) -> Contention:
+        """What copying has cost the training, as far as it was measured."""
+        return self._contention
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """Bandwidth of the copies behind the training; 0 while there was none."""
+        return self._profiler.copy_bytes_per_s
+
+    def begin_step(self, *, saves: bool) -> None:
+        """A boundary is over: forward and backward follow.
+
+        Args:
+            saves: Whether a copy runs behind them.
+        """
+        self._steps += 1
+        if saves or self._steps <= _KNOWN or self._steps % _SELDOM == 0:
+            self._profiler.begin_step()
+
+    def end_step(self) -> None:
+        """The update follows. Again it does nothing."""
+        self._profiler.end_step()
+
+    def plan(self, lazy_bytes: int) -> Pace:
+        """The pace of a copy of so many bytes, from now until the next update."""
+        if self._profiler.generation != self._generation:
+            self._generation, self._contention = self._profiler.generation, Contention()
+        for pair in self._profiler.take_pairs():
+            self._contention = self._contention.add(**pair._asdict())
+        windows, bandwidth = self._profiler.windows(), self._profiler.copy_bytes_per_s
+        self.decision = decision = decide(
+            self._partitioner, lazy_bytes, windows, bandwidth, self._contention, self._plan
+        )
+        self._plan = decision.plan
+        return Pace(decision, bandwidth, self._profiler, self._changed)
+
+    def close(self) -> None:
+        """Take every hook away from the modules."""
+        self._profiler.close()
+
+    def _on_window(self, ordinal: int) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+class Pace:
+    """When the pieces of one copy may be copied. ``wait`` and ``done`` belong to the copying
+    thread, ``let_go`` to the training thread.
+    """
+
+    def __init__(
+        self,
+        decision: Decision,
+        bandwidth_bytes_per_s: float,
+        profiler: Profiler,
+        changed: threading.Condition,
+    ) -> None:
+        self._plan = decision.plan
+        self._gate = decision.gate
+        self.piece_bytes = decision.chunk_bytes
+        self._bandwidth = bandwidth_bytes_per_s
+        self._profiler = profiler
+        self._changed = changed
+        self._begun_s = perf_counter()
+        self._free = decision.plan.free_running
+        self._stretch: tuple[Instant | None, int] | None = None
+        self._copied = 0
+
+    def wait(self, nbytes: int) -> None:
+        """Return when the next piece may be copied: its first byte is within the bound of the
+        window that is open now, or the deadline is near, or training waits.
+        """
+        if not self._may_go():
+            self._end_stretch()
+            with self._changed:
+                while not self._may_go():
+                    self._changed.wait(_POLL_S)
+        if self._stretch is None:
+            self._stretch = (self._profiler.instant(), self._copied)
+        self._copied += nbytes
+
+    def let_go(self) -> None:
+        """Training waits for the rest: copy it as fast as possible."""
+        with self._changed:
+            self._free = True
+            self._changed.notify_all()
+
+    def done(self) -> None:
+        """The copy is over."""
+        self._end_stretch()
+
+    def _may_go(self) -> bool:
+        if self._free:
+            return True
+        bounds = self._plan.bounds
+        position = self._profiler.position
+        if position < 0 or self._copied < bounds[min(position, len(bounds) - 1)]:
+            return True
+        left_s = (self._plan.lazy_bytes - self._copied) / self._bandwidth
+        time_left_s = total_s(self._plan.windows) - (perf_counter() - self._begun_s)
+        self._free = self._gate.is_late(left_s, time_left_s)
+        return self._free
+
+    def _end_stretch(self) -> None:
+        stretch, self._stretch = self._stretch, None
+        if stretch is not None:
+            start, before = stretch
+            stop = self._profiler.instant()
+            if start is not None and stop is not None:
+                self._profiler.add_copy(start, stop, self._copied - before)
