@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch._dynamo  # before any fork: each child would load it anew
 
-from asymcheck import Checkpointer
+from asymcheck import Checkpointer, session
 from asymcheck.capture import Canary, Capture, dump_capture
 from asymcheck.decoding import verify
 from asymcheck.errors import CheckpointWarning, OptionError
@@ -377,6 +378,46 @@ def test_what_a_thread_of_a_killed_trainer_had_not_written_is_loaded_by_the_next
         assert checkpointer.restore() == 2
         assert torch.equal(weight, torch.full((8,), 2.0))
     assert not list(root.glob(".tmp/*"))
+
+
+def test_a_save_in_memory_without_a_name_is_waited_for_after_its_trainer_was_killed(
+    root: Path,
+) -> None:
+    """Nobody else can save it: its persister must be let finish before the root is claimed."""
+    torch.set_num_threads(1)
+    url = f"faulty+file://{root}?op=write&name=step-00000002/*.pack&do=stop"
+
+    def work(say: Say) -> None:
+        session.SHARED_MEMORY = root / "no such place"  # type: ignore[attr-defined]
+        warnings.simplefilter("ignore")
+        weight = torch.zeros(8)
+        checkpointer = Checkpointer(url, state={"w": weight})
+        checkpointer.restore()
+        for step in (1, 2):
+            weight.fill_(step)
+            handle = checkpointer.save(step)
+            handle.captured.result(WAIT_S)
+            if step == 1:
+                handle.durable.result(WAIT_S)
+        say(checkpointer._snapshotter._persister.pid)  # type: ignore[union-attr]
+        time.sleep(600)
+
+    child = Child(work)
+    persister = child.hear()
+    until = time.monotonic() + WAIT_S
+    while Path(f"/proc/{persister}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    child.kill()
+    assert child.wait().was_killed
+    assert not list(slots_of(SHARED_MEMORY, repository_at(root).run))
+    goer = threading.Timer(0.3, os.kill, (persister, signal.SIGCONT))
+    goer.start()
+    checkpointer, weight = _checkpointer(root, persist="thread")
+    with checkpointer:
+        assert checkpointer.restore() == 2
+        assert torch.equal(weight, torch.full((8,), 2.0))
+    goer.join(WAIT_S)
 
 
 def test_who_only_reads_takes_nothing_over(root: Path) -> None:
