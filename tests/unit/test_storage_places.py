@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 import torch
 
-from asymcheck import Checkpointer
+from asymcheck import Checkpointer, Strategy
 from asymcheck.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -462,7 +462,7 @@ def test_a_full_disk_fails_one_save_and_the_next_works_once_there_is_room(
     root = small_disk / "root"
     size = 5 * MiB // 4
     tensor = torch.zeros(size)
-    ckpt = Checkpointer(kind(root), state={"w": tensor})
+    ckpt = Checkpointer(kind(root), state={"w": tensor}, strategy=Strategy())
     ckpt.restore()
     for step in (1, 2):
         tensor.fill_(step)
