@@ -15,7 +15,7 @@ import torch
 import asymcheck
 from asymcheck.codec import table
 from asymcheck.decoding import verify
-from asymcheck.device import items
+from asymcheck.device import items, optimizer
 from asymcheck.device.tree import _BUILDERS
 from asymcheck.planning.layout import CHUNK_BYTES, SMALL_BYTES, MiB
 from asymcheck.planning.retention import CheckpointId
@@ -125,7 +125,7 @@ def test_each_member_of_a_sealed_object_stands_in_its_table_in_order(
 def test_each_kind_of_item_stands_in_the_table_and_no_other() -> None:
     kinds = {
         value.kind
-        for value in vars(items).values()
+        for value in (*vars(items).values(), *vars(optimizer).values())
         if isinstance(value, type) and isinstance(getattr(value, "kind", None), str)
     }
     assert len(kinds) > 3
