@@ -495,6 +495,13 @@ def test_an_array_that_holds_more_than_plain_values_is_refused(array: np.ndarray
     assert caught.value.key == "x/y"
 
 
+@pytest.mark.parametrize("value", [rational(1, 2), np.zeros(1, dtype=(_Void, 8))[0]])
+def test_a_scalar_of_another_packages_type_is_refused_by_its_path(value: object) -> None:
+    with pytest.raises(StateError, match="cannot be saved") as caught:
+        _saved({"x": {"y": value}})
+    assert caught.value.key == "x/y"
+
+
 def test_a_live_array_that_cannot_take_the_values_is_reported() -> None:
     store = _saved({"x": np.arange(3)})
     for live in (np.arange(4), np.arange(3.0)):

@@ -29,6 +29,7 @@ import torch
 
 from asymcheck.device import classes
 from asymcheck.device.naming import has_surrogate, join
+from asymcheck.device.tensors import is_plain
 from asymcheck.errors import CorruptCheckpoint, IncompatibleCheckpoint, StateError
 
 Array = torch.Tensor | np.ndarray[Any, Any]
@@ -199,7 +200,7 @@ def _encode_scalar(value: Any) -> Json:  # noqa: ANN401
     if kind in (bytes, bytearray):
         return {f"${kind.__name__}": base64.b64encode(value).decode("ascii")}
     if isinstance(value, np.generic) and not value.dtype.hasobject:
-        if value.dtype.names is None:
+        if is_plain(value.dtype):
             return {"$numpy_scalar": [value.dtype.str, value.tobytes().hex()]}
         return NotImplemented
     if kind is torch.dtype:
