@@ -11,13 +11,16 @@ import torch
 
 
 def get_states() -> dict[str, Any]:
-    """States of Python's, NumPy's global, torch's CPU and every CUDA generator."""
+    """States of Python's, NumPy's global, torch's CPU and every CUDA generator.
+
+    CUDA's only where the process uses CUDA: to ask would make a context on every device.
+    """
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states
 
