@@ -46,7 +46,7 @@ _TRY_ALL = Selection(rule="smallest", delta=True)
 strategies = MappingProxyType(
     {
         "naive": Strategy(capture="blocking", persist="before"),
-        "asymcheck": Strategy(partitioner=Adaptive(), selection=Selection(cpu_share=0.05)),
+        "asymcheck": Strategy(partitioner=Adaptive(), selection=Selection(cpu_share=0.01)),
         "asymcheck-paper": Strategy(
             partitioner=IdleProportional(),
             selection=Selection(rule="paper"),
