@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -119,12 +119,7 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> list[dict[st
     except OSError as failure:
         raise LabError(f"{failure.filename}: {failure.strerror}") from failure
     session = {
-        "schema": SCHEMA,
-        "session": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(options.folder, cores),
-        "versions": _versions(),
-        **_commit(),
-        "command": options.command,
+        **describe_session(options.command, options.folder, cores),
         "size": options.size,
         "rounds": options.rounds,
         "steps": options.steps,
@@ -146,10 +141,41 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> list[dict[st
                 **measured,
             }
             records.append(record)
-            with options.results.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(record) + "\n")
+            append_record(options.results, record)
             say(f"round {round_number} of {options.rounds}, {system}: {_in_short(record)}")
     return records
+
+
+def describe_session(command: str, folder: Path, cores: Sequence[int]) -> dict[str, Any]:
+    """What every record of one call of a command begins with.
+
+    Args:
+        command: Does it again.
+        folder: On the medium that is measured.
+        cores: The runs stay on them.
+    """
+    return {
+        "schema": SCHEMA,
+        "session": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(folder, cores),
+        "versions": _versions(),
+        **_commit(),
+        "command": command,
+    }
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one JSON line.
+
+    Raises:
+        LabError: The medium failed.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(record) + "\n")
+    except OSError as failure:
+        raise LabError(f"{path}: {failure.strerror}") from failure
 
 
 def order_of(systems: Sequence[str], round_number: int) -> list[str]:
@@ -215,7 +241,9 @@ def _run(options: BenchOptions, system: str, cores: tuple[int, ...]) -> dict[str
         verify=options.verify,
     )
     try:
-        peak_bytes = _watch_child(spec, scratch, options.timeout_s)
+        arguments = [json.dumps(asdict(spec)), str(scratch / "measured.json")]
+        log = scratch / "log.txt"
+        peak_bytes = watch_child("asymcheck_lab.bench_run", arguments, log, options.timeout_s)
         measured: dict[str, Any] = json.loads((scratch / "measured.json").read_text("utf-8"))
         checkpoints = len(measured["checkpoints"]) + 1
         return {
@@ -230,9 +258,21 @@ def _run(options: BenchOptions, system: str, cores: tuple[int, ...]) -> dict[str
         os.sync()  # what is removed must not be written while the next one is measured
 
 
-def _watch_child(spec: RunSpec, scratch: Path, timeout_s: float) -> int:
-    """Start a run, sample its memory until it ends; returns the peak in bytes."""
-    log_path = scratch / "log.txt"
+def watch_child(module: str, arguments: Sequence[str], log_path: Path, timeout_s: float) -> int:
+    """Run a module as a process, sample its memory until it ends; blocks.
+
+    Args:
+        module: Its name, as for ``python -m``.
+        arguments: For it.
+        log_path: Gets what it says.
+        timeout_s: After which it is killed.
+
+    Returns:
+        The peak in bytes.
+
+    Raises:
+        RunError: It failed or was too slow; with the tail of what it said.
+    """
     package_root = str(Path(__file__).resolve().parents[1])
     paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
@@ -242,10 +282,9 @@ def _watch_child(spec: RunSpec, scratch: Path, timeout_s: float) -> int:
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
     }
-    arguments = [json.dumps(asdict(spec)), str(scratch / "measured.json")]
     with log_path.open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "asymcheck_lab.bench_run", *arguments],
+            [sys.executable, "-m", module, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

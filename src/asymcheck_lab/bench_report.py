@@ -40,7 +40,7 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def write_into(page: Path, text: str) -> None:
+def write_into(page: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
     """Put ``text`` between the markers of a page, in the place of what was there.
 
     Raises:
@@ -49,12 +49,12 @@ def write_into(page: Path, text: str) -> None:
     """
     try:
         old = page.read_text(encoding="utf-8")
-        before, begin, rest = old.partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not begin or not end:
-            raise DataError(str(page), expected=f"the lines {BEGIN} and {END}", found="none")
+        before, first, rest = old.partition(begin)
+        _, last, after = rest.partition(end)
+        if not first or not last:
+            raise DataError(str(page), expected=f"the lines {begin} and {end}", found="none")
         temp = page.with_name(page.name + ".new")
-        temp.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
+        temp.write_text(f"{before}{begin}\n\n{text}\n{end}{after}", encoding="utf-8")
         temp.replace(page)
     except OSError as failure:
         raise LabError(f"{page}: {failure.strerror}") from failure
