@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 from time import perf_counter
 
 from torch import nn
 
 from asymcheck.device.profile import Instant, Profiler
 from asymcheck.planning.adaptive import Decision, decide
-from asymcheck.planning.contention import Contention
+from asymcheck.planning.contention import Contention, Phase
 from asymcheck.planning.plan import Partitioner, PartitionPlan
 from asymcheck.planning.windows import total_s
 
@@ -37,6 +38,7 @@ class Pacing:
         self._generation = 0
         self._plan: PartitionPlan | None = None
         self._changed = threading.Condition()
+        self._opened: list[tuple[float, Phase]] = []
         self._steps = 0
         self.decision: Decision | None = None
         """The latest, for whoever explains it."""
@@ -59,6 +61,7 @@ class Pacing:
         """
         self._steps += 1
         if saves or self._steps <= _KNOWN or self._steps % _SELDOM == 0:
+            self._opened = []  # a pace may still have those before
             self._profiler.begin_step()
 
     def end_step(self) -> None:
@@ -76,33 +79,67 @@ class Pacing:
             self._partitioner, lazy_bytes, windows, bandwidth, self._contention, self._plan
         )
         self._plan = decision.plan
-        return Pace(decision, bandwidth, self._profiler, self._changed)
+        return Pace(
+            decision, self._contention, bandwidth, self._profiler, self._changed, self._opened
+        )
 
     def close(self) -> None:
         """Take every hook away from the modules."""
         self._profiler.close()
 
     def _on_window(self, ordinal: int) -> None:
+        self._opened.append((perf_counter(), self._profiler.phase))
         with self._changed:
             self._changed.notify_all()
+
+
+@dataclass(slots=True)
+class Part:
+    """What was copied without a pause in one window.
+
+    Attributes:
+        window: Ordinal of the window that was open when it was issued, -1 while training waits.
+        start_s: When the first byte was issued, on ``time.perf_counter``'s clock.
+        stop_s: When the last one was copied; on a device: issued.
+        nbytes: How much it is.
+    """
+
+    window: int
+    start_s: float
+    stop_s: float
+    nbytes: int = 0
 
 
 class Pace:
     """When the pieces of one copy may be copied. ``wait`` and ``done`` belong to the copying
     thread, ``let_go`` to the training thread.
+
+    Attributes:
+        decision: The plan that it keeps to.
+        contention: κ when that was made.
+        copy_bytes_per_s: Bandwidth when that was made, 0 where none was known.
+        opened: Start and phase of each window since the boundary, on the host's
+            ``time.perf_counter``, which runs ahead of a device.
+        parts: What was copied when, in order; complete after ``done``.
     """
 
     def __init__(
         self,
         decision: Decision,
-        bandwidth_bytes_per_s: float,
+        contention: Contention,
+        copy_bytes_per_s: float,
         profiler: Profiler,
         changed: threading.Condition,
+        opened: list[tuple[float, Phase]],
     ) -> None:
+        self.decision = decision
+        self.contention = contention
+        self.copy_bytes_per_s = copy_bytes_per_s
+        self.opened = opened
+        self.parts: list[Part] = []
         self._plan = decision.plan
         self._gate = decision.gate
         self.piece_bytes = decision.chunk_bytes
-        self._bandwidth = bandwidth_bytes_per_s
         self._profiler = profiler
         self._changed = changed
         self._begun_s = perf_counter()
@@ -119,6 +156,7 @@ class Pace:
             with self._changed:
                 while not self._may_go():
                     self._changed.wait(_POLL_S)
+        self._note(nbytes)
         if self._stretch is None:
             self._stretch = (self._profiler.instant(), self._copied)
         self._copied += nbytes
@@ -140,14 +178,23 @@ class Pace:
         position = self._profiler.position
         if position < 0 or self._copied < bounds[min(position, len(bounds) - 1)]:
             return True
-        left_s = (self._plan.lazy_bytes - self._copied) / self._bandwidth
+        left_s = (self._plan.lazy_bytes - self._copied) / self.copy_bytes_per_s
         time_left_s = total_s(self._plan.windows) - (perf_counter() - self._begun_s)
         self._free = self._gate.is_late(left_s, time_left_s)
         return self._free
 
+    def _note(self, nbytes: int) -> None:
+        now_s, window = perf_counter(), self._profiler.position
+        if self._stretch is not None:
+            self.parts[-1].stop_s = now_s
+        if self._stretch is None or self.parts[-1].window != window:
+            self.parts.append(Part(window, now_s, now_s))
+        self.parts[-1].nbytes += nbytes
+
     def _end_stretch(self) -> None:
         stretch, self._stretch = self._stretch, None
         if stretch is not None:
+            self.parts[-1].stop_s = perf_counter()
             start, before = stretch
             stop = self._profiler.instant()
             if start is not None and stop is not None:

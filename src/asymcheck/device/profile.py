@@ -19,7 +19,7 @@ from itertools import islice
 from statistics import median
 from time import perf_counter
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -207,8 +207,8 @@ class Profiler:
     """Measures the windows of training steps, step after step, by hooks on modules.
 
     ``begin_step``, ``end_step``, ``windows``, ``take_pairs`` and ``close`` belong to the training
-    thread. ``position``, ``instant`` and the two ``add_…`` may be used on any thread; none of them
-    blocks. Windows are opened on the thread that runs forward, and on autograd's for backward.
+    thread. ``position``, ``phase``, ``instant`` and the two ``add_…`` may be used on any thread; none
+    of them blocks. Windows are opened on the thread that runs forward, and on autograd's for backward.
 
     Only calls with gradients enabled, in training mode and outside a backward pass open forward
     windows, so neither evaluation nor recomputation does. A gradient counts in the step in which
@@ -274,6 +274,13 @@ class Profiler:
         """
         step = self._step
         return len(step.marks) - 1 if step is not None and step.is_open else -1
+
+    @property
+    def phase(self) -> Literal["forward", "backward"]:
+        """Of the window that opened last; the one that opens at the boundary is forward."""
+        step = self._step
+        backward = step is not None and step.marks and step.marks[-1][0] % 2
+        return "backward" if backward else "forward"
 
     def instant(self) -> Instant | None:
         """Now, on the clock of the step and the current stream; ``None`` before any step."""
