@@ -207,8 +207,9 @@ class Profiler:
     """Measures the windows of training steps, step after step, by hooks on modules.
 
     ``begin_step``, ``end_step``, ``windows``, ``take_pairs`` and ``close`` belong to the training
-    thread. ``position``, ``phase``, ``instant`` and the two ``add_…`` may be used on any thread; none
-    of them blocks. Windows are opened on the thread that runs forward, and on autograd's for backward.
+    thread. ``position``, ``phase``, ``instant`` and the two ``add_…`` may be used on any thread;
+    none of them blocks. Windows are opened on the thread that runs forward, and on autograd's for
+    backward.
 
     Only calls with gradients enabled, in training mode and outside a backward pass open forward
     windows, so neither evaluation nor recomputation does. A gradient counts in the step in which
