@@ -188,8 +188,18 @@ def order_of(systems: Sequence[str], round_number: int) -> list[str]:
     return [systems[(n + round_number - 1) % count] for n in zigzag]
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def _is_run(record: Mapping[str, Any]) -> bool:
+    return record["system"] in RIVALS
+
+
+def read_records(
+    path: Path, known: Callable[[Mapping[str, Any]], bool] | None = _is_run
+) -> list[dict[str, Any]]:
     """Every record of a results file.
+
+    Args:
+        path: The file.
+        known: Whether a record is of the kind that is expected; may raise ``KeyError``.
 
     Raises:
         DataError: It cannot be read, or holds something else.
@@ -204,7 +214,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            if record["schema"] != SCHEMA or record["system"] not in RIVALS:
+            if record["schema"] != SCHEMA or (known is not None and not known(record)):
                 raise ValueError
         except (ValueError, TypeError, KeyError):
             raise DataError(

@@ -223,6 +223,93 @@ def bench(
             raise typer.Exit(1)
 
 
+@app.command()
+def codecs(
+    state: Annotated[
+        Path, typer.Option(help="Keeps the trained state (1 GB); trained when it is not there")
+    ] = Path("runs/codecs"),
+    results: Annotated[Path, typer.Option(help="Gets a JSON line for each row")] = Path(
+        "results/codecs.jsonl"
+    ),
+    docs: Annotated[
+        Path | None, typer.Option(help="A page to write the table into, between its markers")
+    ] = None,
+    report_only: Annotated[
+        bool, typer.Option("--report", help="Measure nothing: show the newest rows of --results")
+    ] = False,
+) -> None:
+    """Measure what each codec makes of real training state: size, speed, error."""
+    with _readable_errors():
+        from asymcheck_lab.bench import describe_session, newest_session, read_records
+        from asymcheck_lab.bench_report import write_into
+        from asymcheck_lab.codec_figures import render, write_figures
+
+        if report_only:
+            records = newest_session(read_records(results, lambda row: bool(row["label"])))
+        else:
+            _writable(state)
+            session = describe_session("asymlab codecs", state, (0,))
+            records = write_figures(state, results, session)
+        text = render(records)
+        typer.echo(text)
+        if docs is not None:
+            name = "codec figures"
+            write_into(docs, text, f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
+
+
+@app.command()
+def fidelity(
+    seeds: Annotated[int, typer.Option(help="Trainings")] = 3,
+    resume_at: Annotated[int, typer.Option(help="Step that is resumed from")] = 200,
+    steps: Annotated[int, typer.Option(help="Updates after it")] = 200,
+    every: Annotated[int, typer.Option(help="Steps between two checkpoints")] = 10,
+    results: Annotated[Path, typer.Option(help="Gets a JSON line for each curve")] = Path(
+        "results/fidelity.jsonl"
+    ),
+    docs: Annotated[
+        Path | None,
+        typer.Option(help="A page to write into; the plot goes to images/ beside it"),
+    ] = None,
+    report_only: Annotated[
+        bool, typer.Option("--report", help="Train nothing: show the newest curves of --results")
+    ] = False,
+) -> None:
+    """Resume from a checkpoint of each fidelity, and compare how the loss goes on."""
+    with _readable_errors():
+        from asymcheck_lab.bench import (
+            append_record,
+            describe_session,
+            newest_session,
+            read_records,
+        )
+        from asymcheck_lab.bench_report import write_into
+        from asymcheck_lab.fidelity import FidelityOptions, measure, plot, render
+
+        options = FidelityOptions(seeds=seeds, resume_at=resume_at, steps=steps, every=every)
+        if report_only:
+            records = newest_session(read_records(results, lambda row: bool(row["losses"])))
+        else:
+            session = describe_session(options.command, Path(), (0,))
+            records = []
+            for row in measure(options, lambda line: typer.echo(line, err=True)):
+                records.append({**session, **row})
+                append_record(results, records[-1])
+        image = Path("images/fidelity-resume.png")
+        text = render(records, str(image))
+        typer.echo(text)
+        if docs is not None:
+            plot(records, docs.parent / image)
+            name = "resume quality"
+            write_into(docs, text, f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
+
+
+def _writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise LabError(f"{folder}: {failure.strerror}") from failure
+
+
 @contextmanager
 def _readable_errors() -> Iterator[None]:
     """End with one message on stderr and an exit code, not with a traceback."""

@@ -8,9 +8,10 @@ trained once (minutes) and kept in a folder (1 GB).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from time import thread_time
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from asymcheck.codec.codec import Codec
 from asymcheck.codec.floats import bytes_of, narrow
 from asymcheck.codec.table import CODECS
 from asymcheck.planning.layout import CHUNK_BYTES
+from asymcheck_lab.bench import append_record
 from asymcheck_lab.data import BatchLoader, load_text
 from asymcheck_lab.errors import RunError
 from asymcheck_lab.models import FAMILIES, Size
@@ -39,6 +41,8 @@ KINDS = ("parameters", "exp_avg", "exp_avg_sq")
 BFLOAT16 = "parameters bf16"
 
 State = npt.NDArray[Any]
+
+NO_SESSION: Mapping[str, Any] = MappingProxyType({})
 
 
 def states(
@@ -126,14 +130,22 @@ def figures(
                     yield {"kind": kind, "gap": gap, **_measure(codec, kind, chunks, base, repeats)}
 
 
-def write_figures(folder: Path, into: Path, **options: Any) -> list[dict[str, Any]]:  # noqa: ANN401
-    """Append a JSON line for each row of ``figures`` to ``into``, and return the rows."""
+def write_figures(
+    folder: Path, into: Path, session: Mapping[str, Any] = NO_SESSION, **options: Any
+) -> list[dict[str, Any]]:
+    """Append a JSON line for each row of ``figures`` to ``into``, and return the rows.
+
+    Args:
+        folder: See ``states``.
+        into: The file.
+        session: What every row begins with.
+        options: Further ones of ``figures``.
+    """
     rows = []
-    with into.open("a", encoding="utf-8") as file:
-        for row in figures(folder, **options):
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            rows.append(row)
+    for figure in figures(folder, **options):
+        row = {**session, **figure}
+        append_record(into, row)
+        rows.append(row)
     return rows
 
 
@@ -187,3 +199,26 @@ def _measure(
         "mean_error": sum(raw * mean for raw, _, _, mean in taken) / raw_bytes,
         "refused": len(chunks) - len(taken),
     }
+
+
+def render(records: list[dict[str, Any]]) -> str:
+    """The rows of one session as Markdown."""
+    first = records[0]
+    lines = [
+        f"Measured {first['session'][:10]}, commit `{(first['commit'] or 'unknown')[:12]}`, with "
+        f"`{first['command']}`, on one thread of {first['machine']['cpu']}: a GPT-2 of 25 million "
+        f"parameters after {KEY_FRAME} updates, and 1 and 10 updates later for those that need a "
+        f"key-frame. Ratio is stored bytes by raw bytes; speeds are raw bytes by CPU seconds, the "
+        f"best of several passes; errors are in units of the elements.",
+        "",
+        "| kind | steps after the key-frame | codec | ratio | encode, GB/s | decode, GB/s | "
+        "greatest error | mean error |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in records:
+        errors = [f"{row[name]:.1e}" if row[name] else "0" for name in ("max_error", "mean_error")]
+        lines.append(
+            f"| {row['kind']} | {row['gap'] or ''} | `{row['label']}` | {row['ratio']:.3f} | "
+            f"{row['encode_gb_per_s']:.2f} | {row['decode_gb_per_s']:.2f} | {' | '.join(errors)} |"
+        )
+    return "\n".join(lines) + "\n"
