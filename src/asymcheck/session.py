@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any, Literal
 
 from asymcheck import options
 from asymcheck.device.state import State
+from asymcheck.endings import Ending, settle_others
 from asymcheck.errors import (
     CaptureError,
     CheckpointError,
@@ -37,8 +36,6 @@ from asymcheck.recovery import RestoreReport, TornRestore, restore
 from asymcheck.snapshotter import Snapshotter
 from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.store import Store
-
-_log = logging.getLogger(__name__)
 
 __all__ = ["Checkpointer", "Handle", "RestoreReport", "SaveReport"]
 
@@ -117,7 +114,7 @@ class Checkpointer:
         self._last_step = 0
         self._last_save_s = monotonic()
         self._unread: list[Handle] = []
-        self._at_exit: Callable[[], None] = lambda: None
+        self._ending: Ending | None = None
         self.report = RestoreReport(step=0)
         """What the latest ``restore`` did."""
 
@@ -321,15 +318,15 @@ class Checkpointer:
             return  # the checkpointer of the parent of a fork is not the child's to close
         in_time = self._snapshotter is None or self._snapshotter.close(self._grace_s)
         self._closed = True  # not before: a close that was interrupted can be made again
-        atexit.unregister(self._at_exit)
-        if self._snapshotter is not None:
-            self._surface_errors()
-            if self._unread or not in_time:
-                raise StoreError(
-                    f"close: saves of steps {[h.step for h in self._unread]} are still pending "
-                    f"after grace_s={self._grace_s} seconds; what is sealed goes on without us",
-                    retryable=False,
-                )
+        if self._ending is not None:
+            self._ending.over()
+        self._surface_errors()
+        if self._unread or not in_time:
+            raise StoreError(
+                f"close: saves of steps {[h.step for h in self._unread]} are still pending "
+                f"after grace_s={self._grace_s} seconds; what is sealed goes on without us",
+                retryable=False,
+            )
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -374,10 +371,17 @@ class Checkpointer:
         if self._closed:
             raise OptionError("this Checkpointer is closed")
 
+    def _forget(self) -> None:
+        """What it started was closed for another one that writes the root from now on."""
+        self._snapshotter = None
+
     def _take_over(self) -> None:
-        """Finish what a dead trainer of this run left in shared memory."""
-        if not self._read_only:
-            take_over(self._existing(), self._retention, self._sink, self._grace_s, _warn)
+        """Finish what others left: an older one of this process, a dead trainer of this run."""
+        if self._read_only:
+            return
+        for message in settle_others(self, self._existing().run, self._store.url):
+            _warn(message)
+        take_over(self._existing(), self._retention, self._sink, self._grace_s, _warn)
 
     def _start_attempt(self, parent: CheckpointId | None) -> None:
         """Claim an attempt that continues from ``parent``; nothing is pending."""
@@ -416,7 +420,6 @@ class Checkpointer:
 
     def _capturing(self) -> Snapshotter:
         if self._snapshotter is None:
-            self._at_exit = _drain_at_exit(self)
             repository = self._existing()
             arena = Arena(
                 repository.run,
@@ -446,6 +449,7 @@ class Checkpointer:
                 self._retention,
                 self._sink,
             )
+            self._ending = Ending(self, repository.run, self._snapshotter, self._grace_s)
         return self._snapshotter
 
     def _note_step(self, step: int) -> None:
@@ -462,11 +466,14 @@ class Checkpointer:
         for handle in done:
             failure = handle.durable.exception()
             if isinstance(failure, DroppedCheckpoint):
-                said += [str(failure), *self._capturing().note_drop()]
+                said += [
+                    str(failure),
+                    *(self._snapshotter.note_drop() if self._snapshotter else ()),
+                ]
             elif failure is not None:
                 failures.append(failure)
-            else:
-                self._capturing().note_success()
+            elif self._snapshotter is not None:
+                self._snapshotter.note_success()
         for message in said:
             _warn(message)
         if not failures:
@@ -483,16 +490,3 @@ class Checkpointer:
 
 def _warn(message: str) -> None:
     warnings.warn(message, CheckpointWarning, stacklevel=3)
-
-
-def _drain_at_exit(checkpointer: Checkpointer) -> Callable[[], None]:
-    """Close at the exit of the interpreter what the script did not close."""
-
-    def drain() -> None:
-        try:
-            checkpointer.close()
-        except CheckpointError as failure:
-            _log.error("at exit: %s", failure)
-
-    atexit.register(drain)
-    return drain

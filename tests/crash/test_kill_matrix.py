@@ -25,7 +25,7 @@ import torch._dynamo  # before any fork: each child would load it anew
 from torch import nn
 
 import asymcheck
-from asymcheck import Checkpointer, snapshotter
+from asymcheck import Checkpointer, endings, snapshotter
 from asymcheck.decoding import verify
 from asymcheck.memory.arena import SHARED_MEMORY, Slot, slots_of
 from asymcheck.memory.process import ProcessId
@@ -117,7 +117,7 @@ def train(say: Say, url: str, go: Path, stop: Callable[[Job, Callable[[], None]]
         job.update()
         pause()
     except KeyboardInterrupt:
-        job.checkpointer._at_exit()  # what the end of the interpreter calls
+        endings.close_all()  # what the end of the interpreter calls
     job.checkpointer.close()
 
 

@@ -22,7 +22,7 @@ import torch._dynamo  # before any fork: each child would load it anew
 from asymcheck import Checkpointer, session
 from asymcheck.capture import Canary, Capture, dump_capture
 from asymcheck.decoding import verify
-from asymcheck.errors import CheckpointWarning, OptionError
+from asymcheck.errors import CheckpointWarning, OptionError, SupersededWriter
 from asymcheck.events import discard
 from asymcheck.handover import take_over
 from asymcheck.memory import process as process_module
@@ -40,7 +40,7 @@ from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.index import Leaf
 from asymcheck.storage.repository import Repository, create_repository
 from asymcheck.storage.store import open_store
-from asymcheck.testing.children import Child, Say
+from asymcheck.testing.children import Child, Say, run_in_child
 
 DATA = bytes(range(256)) * 64
 WAIT_S = 60.0
@@ -488,21 +488,26 @@ def test_restoring_in_mid_run_ends_the_capture_and_takes_nothing_from_itself(roo
 
 
 def test_a_second_job_on_the_root_takes_nothing_from_the_living_first(root: Path) -> None:
+    torch.set_num_threads(1)
     first, _ = _checkpointer(root)
     first.restore()
     first.save(1).durable.result(WAIT_S)
     slots = set(slots_of(SHARED_MEMORY, repository_at(root).run))
-    second, weight = _checkpointer(root)
-    with second:
-        assert second.restore() == 1
-        assert set(slots_of(SHARED_MEMORY, repository_at(root).run)) >= slots
-        weight.fill_(5)
-        second.save(2)
-        second.wait()
-        with pytest.raises(Exception, match="Two jobs must not write to one root"):
-            first.save(3)
-        first.close()
-        assert second.steps() == [1, 2]
+
+    def second(say: Say) -> None:
+        checkpointer, weight = _checkpointer(root)
+        with checkpointer:
+            say(checkpointer.restore())
+            say(slots <= set(slots_of(SHARED_MEMORY, repository_at(root).run)))
+            weight.fill_(5)
+            checkpointer.save(2)
+            checkpointer.wait()
+
+    assert run_in_child(second).check() == [1, True]
+    with pytest.raises(SupersededWriter, match="Two jobs must not write to one root"):
+        first.save(3)
+    first.close()
+    assert first.steps() == [1, 2]
 
 
 def test_two_checkpointers_on_two_roots_in_one_process_do_not_meet(

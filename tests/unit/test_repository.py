@@ -17,6 +17,7 @@ import torch
 from asymcheck import Checkpointer
 from asymcheck.decoding import Decoding, verify
 from asymcheck.errors import (
+    CheckpointWarning,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
     NoCheckpoint,
@@ -320,7 +321,8 @@ def test_a_second_writer_stops_the_first_and_both_keep_what_they_committed(
     store: MemoryStore,
 ) -> None:
     first = saved(store, 1.0, 10)
-    second = saved(store, 2.0, 20)
+    with pytest.warns(CheckpointWarning, match="another Checkpointer of this process"):
+        second = saved(store, 2.0, 20)
     with pytest.raises(SupersededWriter, match=r"attempt 2 was started by process .* after this"):
         first.save(30)
     with pytest.raises(SupersededWriter):

@@ -7,6 +7,7 @@ no hook of their own, but the optimizer inside them runs the global ones.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -41,13 +42,18 @@ class UpdateHook:
         self._fence = fence
         self._own = frozenset(map(id, own))
         self._pid = os.getpid()
+        self._thread = threading.get_ident()
         # A compiled update must call it at run time, not bake in what it saw while tracing.
         hook = torch.compiler.disable(self._before_step)
         self._registered = register_optimizer_step_pre_hook(hook)
 
     def close(self) -> None:
-        """Take the hook away."""
-        self._registered.remove()
+        """Take the hook away. On another thread than made it, which may be going through all
+        hooks right now, it stays and does nothing any more.
+        """
+        if threading.get_ident() == self._thread:
+            self._registered.remove()
+        self._watched, self._fence, self._own = frozenset, lambda: None, frozenset()
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
