@@ -12,27 +12,30 @@ chain. A key-frame is lossless and stands alone.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from time import thread_time
 from typing import TYPE_CHECKING, NamedTuple
 
 from asymcheck.capture import Capture
-from asymcheck.errors import DroppedCheckpoint
+from asymcheck.errors import CaptureError, DroppedCheckpoint
 from asymcheck.planning.batching import FixedBytes, Policy, Ready, square_root
 from asymcheck.planning.cost import RAW, Kind, Linear, LinearFit, Option, choose, paper_compresses
 from asymcheck.planning.layout import PAGE_BYTES, Extent, MiB, align_up
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.selection import TOP_K, Batching, Selection
 from asymcheck.storage.flush import Batch, Encoded, Flushed
-from asymcheck.storage.index import Loss
+from asymcheck.storage.index import Leaf, Loss
 
 if TYPE_CHECKING:
     from asymcheck.codec.codec import Codec
+
+_log = logging.getLogger(__name__)
 
 _SLICES, _SLICE_BYTES = 4, MiB // 2
 _STALE = 10
@@ -77,33 +80,49 @@ class _Place(NamedTuple):
     group: Group = Group("", "")
     key: str = ""
     offset: int = 0
+    form: tuple[object, ...] = ()
+
+    @classmethod
+    def of(cls, leaf: Leaf, kind: str, chunk: Extent) -> _Place:
+        """A chunk of that leaf."""
+        dtype = "" if ":" in leaf.dtype else leaf.dtype
+        form = (leaf.dtype, leaf.shape, leaf.order)
+        return cls(Group(kind, dtype), leaf.key, chunk.start - leaf.at, form)
 
 
 @dataclass
 class _KeyFrame:
-    """The bytes of a key-frame.
+    """The latest key-frame.
 
     Attributes:
         at: The checkpoint, once it is committed.
-        pieces: Dtype and bytes of each chunk, by leaf and offset in it.
+        pieces: Form of the leaf and bytes of each chunk, by leaf and offset in it.
     """
 
     at: CheckpointId | None = None
-    pieces: dict[tuple[str, int], tuple[str, bytearray]] = field(default_factory=dict)
+    pieces: dict[tuple[str, int], tuple[tuple[object, ...], bytearray]] = field(
+        default_factory=dict
+    )
+
+    def begin(self, places: Iterable[_Place]) -> None:
+        """Another one is made: forget what is not part of it."""
+        self.at = None
+        wanted = {(place.key, place.offset) for place in places}
+        self.pieces = {name: piece for name, piece in self.pieces.items() if name in wanted}
 
     def find(self, place: _Place, nbytes: int) -> memoryview | None:
-        """The same bytes of the same leaf, where the leaf is still of that dtype."""
-        dtype, piece = self.pieces.get((place.key, place.offset), ("", bytearray()))
-        fits = self.at is not None and dtype == place.group.dtype and len(piece) == nbytes
+        """The same bytes of the same leaf, where the leaf is still of that form."""
+        form, piece = self.pieces.get((place.key, place.offset), ((), bytearray()))
+        fits = self.at is not None and form == place.form and len(piece) == nbytes
         return memoryview(piece) if fits else None
 
     def keep(self, place: _Place, raw: memoryview) -> None:
         """Take a copy, into the memory of the key-frame before where it fits."""
-        _, piece = self.pieces.get((place.key, place.offset), ("", bytearray()))
+        _, piece = self.pieces.get((place.key, place.offset), ((), bytearray()))
         if len(piece) != len(raw):
             piece = bytearray(len(raw))
         piece[:] = raw
-        self.pieces[place.key, place.offset] = (place.group.dtype, piece)
+        self.pieces[place.key, place.offset] = (place.form, piece)
 
 
 class Chooser:
@@ -133,7 +152,10 @@ class Chooser:
         """An encoder for the next checkpoint."""
         selection = self._selection
         places = _places(capture)
-        key_frame = self._key_frame.at is None or self._since_key + 1 >= selection.key_every
+        latest = self._key_frame.at
+        # Each attempt begins with one: what it stands on is on its own branch.
+        key_frame = latest is None or latest.attempt != capture.at.attempt
+        key_frame |= self._since_key + 1 >= selection.key_every
         if not selection.needs_base and selection.fidelity == "exact":
             key_frame = False  # each checkpoint stands alone; there is nothing to tell apart
         sizes: dict[Group, int] = {}
@@ -142,9 +164,10 @@ class Chooser:
         interval_s = capture.boundary_s - self._boundary_s
         self._boundary_s = capture.boundary_s
         labels = self._choose(sizes, key_frame, interval_s)
-        if key_frame and selection.needs_base:
-            self._key_frame.at = None  # its memory is written anew
-        return Encoder(places, labels, self._key_frame, key_frame and selection.needs_base)
+        if key_frame:
+            self._key_frame.begin(places.values() if selection.needs_base else ())
+        keeps = key_frame and selection.needs_base
+        return Encoder(capture.at, places, labels, self._key_frame, key_frame, keeps=keeps)
 
     def _choose(
         self, sizes: Mapping[Group, int], key_frame: bool, interval_s: float
@@ -168,14 +191,19 @@ class Chooser:
             encode_workers=self.workers,
             cpu_budget_s=budget_s,
             hash_bytes_per_s=_HASH_BYTES_PER_S,
-            batch_bytes=_BATCH_BYTES,
+            batch_bytes=max(1, sum(sizes.values())),  # the line is one of whole checkpoints
         )
         return dict(zip(sizes, choice.labels, strict=True))
 
     @property
     def workers(self) -> int:
         """Threads that encode, when there is something to encode."""
-        return self._selection.workers or max(1, len(os.sched_getaffinity(0)) // 4)
+        return self._selection.workers or max(1, _cores() // 4)
+
+    @property
+    def base(self) -> CheckpointId | None:
+        """The committed key-frame that later checkpoints may be made against."""
+        return self._key_frame.at if self._selection.needs_base else None
 
     def policy(self, encoder: Encoder) -> Policy:
         """How its chunks are merged into writes."""
@@ -210,10 +238,13 @@ class Chooser:
 
     def fail(self, failure: BaseException) -> None:
         """The checkpoint was not committed. Unless training itself spoilt it, the next one is a
-        key-frame: what is wrong may be the base.
+        key-frame: what is wrong may be the base. Where encoding failed, the next one is raw.
         """
-        if not isinstance(failure, DroppedCheckpoint):
-            self._key_frame.at = None
+        if isinstance(failure, DroppedCheckpoint):
+            return
+        self._key_frame.at = None
+        if isinstance(failure, CaptureError):
+            self._options.clear()
 
     def finish(
         self, capture: Capture, encoder: Encoder, flushed: Flushed, image: memoryview
@@ -252,7 +283,11 @@ class Chooser:
                     continue  # it would be compared with itself
                 if codec.needs_base or due:
                     self._measured[group, label] = self._count
-                    option = self._try(codec, group, found, image)
+                    try:
+                        option = self._try(codec, group, found, image)
+                    except Exception as failure:  # noqa: BLE001  what is committed stands
+                        _log.warning("%s is not used for %s: %r", label, group, failure)
+                        option = None
                     options = self._options.setdefault(group, {})
                     options.pop(label, None)
                     if option is not None:
@@ -292,19 +327,26 @@ class Encoder:
     """Encodes the chunks of one checkpoint; several threads may use it at once.
 
     Args:
+        at: The checkpoint.
         places: What each chunk is.
         labels: Codec of each group; raw for the rest.
         key_frame: Whose bytes differences are made to.
         makes_key_frame: Whether this checkpoint becomes the next key-frame.
+        keeps: Whether its bytes are kept then.
     """
 
     def __init__(
         self,
+        at: CheckpointId,
         places: Mapping[Extent, _Place],
         labels: Mapping[Group, str],
         key_frame: _KeyFrame,
         makes_key_frame: bool,
+        *,
+        keeps: bool,
     ) -> None:
+        self._at = at
+        self._keeps = keeps
         self.places = places
         self.labels = labels
         self.makes_key_frame = makes_key_frame
@@ -333,14 +375,24 @@ class Encoder:
         """One chunk; its bytes in the image are complete.
 
         The result borrows from the image where the chunk stays raw.
+
+        Raises:
+            CaptureError: The codec failed, or there is no memory.
         """
         place = self.places[extent]
         raw = image[extent.start : extent.stop]
-        if self.makes_key_frame and place.key:
-            self._key_frame.keep(place, raw)
         label = self.labels.get(place.group, RAW)
         start_s = thread_time()
-        encoded = self._encode(extent, place, raw, label)
+        try:
+            if self._keeps and place.key:
+                self._key_frame.keep(place, raw)
+            encoded = self._encode(extent, place, raw, label)
+        except Exception as failure:
+            raise CaptureError(
+                f"step {self._at.step} (attempt {self._at.attempt}): encoding {raw.nbytes} bytes "
+                f"of {place.key or place.group!s} as {label} raised {failure!r}; the next "
+                f"checkpoint is stored as it is"
+            ) from failure
         if encoded is None:
             padded = image[extent.start : align_up(extent.stop, PAGE_BYTES)]
             encoded = Encoded(raw, RAW, padded)
@@ -399,6 +451,13 @@ def _paper_says(kind: Kind, store: Linear) -> bool:
     return paper_compresses(kind.nbytes, _PAPER_DENSITY, encode, store)
 
 
+def _cores() -> int:
+    """That this process may use, where the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _places(capture: Capture) -> dict[Extent, _Place]:
     """What each chunk is: a part of one leaf, or several leaves."""
     kinds = capture.kinds or ("",) * len(capture.leaves)
@@ -409,7 +468,5 @@ def _places(capture: Capture) -> dict[Extent, _Place]:
         i = bisect_right(starts, chunk.start) - 1
         places[chunk] = _Place()
         if i >= 0 and chunk.stop <= leaves[i][0].stop:
-            leaf, kind = leaves[i]
-            dtype = "" if ":" in leaf.dtype else leaf.dtype
-            places[chunk] = _Place(Group(kind, dtype), leaf.key, chunk.start - leaf.at)
+            places[chunk] = _Place.of(*leaves[i], chunk)
     return places

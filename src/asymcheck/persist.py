@@ -25,6 +25,7 @@ from typing import Any
 from asymcheck.capture import Capture, find_torn_leaf, parse_capture
 from asymcheck.encoding import Chooser, GroupReport
 from asymcheck.errors import (
+    CaptureError,
     CheckpointError,
     CorruptCheckpoint,
     DroppedCheckpoint,
@@ -145,17 +146,19 @@ def _find_committed(repository: Repository, capture: Capture) -> Durable | None:
     """
     try:
         with repository.open(capture.at) as checkpoint:
-            stored_bytes = checkpoint.manifest.stored_bytes
+            manifest = checkpoint.manifest
     except (NoCheckpoint, CorruptCheckpoint):
         return None
     return Durable(
         step=capture.at.step,
         attempt=capture.at.attempt,
         raw_bytes=capture.raw_bytes,
-        stored_bytes=stored_bytes,
+        stored_bytes=manifest.stored_bytes,
         persist_s=0.0,
         durable_s=perf_counter() - capture.boundary_s,
         cpu_s=0.0,
+        fidelity=manifest.fidelity,
+        base=manifest.base.at.step if manifest.base else 0,
     )
 
 
@@ -240,7 +243,7 @@ def write_checkpoint(
     done_s = perf_counter()
     with timed(sink, Stage.RETAIN, at.step):
         try:
-            repository.retain(at, retention)
+            repository.retain(at, retention, chooser.base)
         except StoreError as failure:
             # The checkpoint stands; what could not be removed goes with a later commit.
             _log.warning("step %d: retention failed: %s", at.step, failure)
@@ -366,9 +369,8 @@ class _Worker:
     def _trainer_is_alive(self) -> bool:
         if self._give_up_s is not None and monotonic() > self._give_up_s:
             return False
-        if self._trainer_fd is None:
-            return self._trainer.is_alive
-        return not self._poll(0, self._trainer_fd)
+        fd = self._trainer_fd
+        return self._trainer.is_alive if fd is None else not self._poll(0, fd)
 
     def _receive(self, *, block: bool) -> None:
         """Take every message that is there; wait for one first when there is nothing to do."""
@@ -379,10 +381,7 @@ class _Worker:
                 return
             block = False
             data, fds, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
-            if not data:
-                self._closing = True
-                return
-            message = json.loads(data)
+            message = json.loads(data or b'{"close": true}')
             if "close" in message:
                 self._closing = True
                 return
@@ -465,8 +464,9 @@ def rebuild_error(told: dict[str, Any]) -> CheckpointError:
     if kind == "DroppedCheckpoint":
         why = message.removeprefix(f"step {told['step']} was dropped: ")
         return DroppedCheckpoint(told["step"], told["key"], why)
-    if kind == "SupersededWriter":
-        return SupersededWriter(message)
+    for plain in (SupersededWriter, CaptureError):
+        if kind == plain.__name__:
+            return plain(message)
     if kind in ("StoreError", "ObjectNotFound"):
         return StoreError(message, retryable=told["retryable"])
     return CheckpointError(f"{kind}: {message}")

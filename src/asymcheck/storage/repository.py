@@ -27,7 +27,6 @@ from asymcheck.errors import (
 )
 from asymcheck.planning.retention import (
     CheckpointId,
-    Parents,
     Retention,
     abandoned_by,
     lineage_of,
@@ -355,21 +354,21 @@ class Repository:
             raise CorruptCheckpoint(problem.where, f"base of a delta: {problem.why}")
         return Base(at, manifest.hash)
 
-    def retain(self, newest: CheckpointId, retention: Retention) -> list[CheckpointId]:
+    def retain(
+        self, newest: CheckpointId, retention: Retention, base: CheckpointId | None = None
+    ) -> list[CheckpointId]:
         """Remove what need not be kept, now that ``newest`` is committed.
 
         Only committed checkpoints of this run go: branches that ``newest``'s attempt left
-        behind, and what ``retention`` does not keep of its own lineage. The base of a delta
-        that stays stays as well. Manifests go now, their packs at the next call or at
-        ``finish``.
+        behind, and what ``retention`` does not keep of its own lineage. The base of a delta that
+        stays stays, and ``base``, for the next. Packs go at the next call or at ``finish``.
 
         Returns:
             The checkpoints removed.
         """
         # What cannot be removed is told at the end: it must not keep the rest from going.
         self._condemned, failure = delete_each(self.store, self._condemned)
-        listing = self.survey()
-        parents: Parents = self.parents()
+        listing, parents = self.survey(), self.parents()
         lineage = lineage_of(newest.attempt, parents, listing.committed)
         kept = retention.kept(
             [c for c in lineage if c <= newest],
@@ -377,7 +376,7 @@ class Repository:
         )
         gone = [c for c in lineage if c < newest and c not in kept]
         gone += abandoned_by(newest.attempt, parents, listing.committed)
-        gone = listing.spare_bases(gone)
+        gone = listing.spare_bases([c for c in gone if c != base])
         self.remove(gone, listing)
         if failure is not None:
             raise failure
