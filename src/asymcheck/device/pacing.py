@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from torch import nn
@@ -19,6 +20,19 @@ _POLL_S = 0.002
 _KNOWN = 9
 """Steps that are measured before only each ``_SELDOM``-th is."""
 _SELDOM = 10
+
+
+@dataclass(slots=True)
+class _Link:
+    """The path that copies take, as far as others use it.
+
+    Attributes:
+        changed: Notified when a window opens and when traffic ends.
+        in_flight: How much other traffic is under way; changed with ``changed`` held.
+    """
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    in_flight: int = 0
 
 
 class Pacing:
@@ -37,7 +51,7 @@ class Pacing:
         self._contention = Contention()
         self._generation = 0
         self._plan: PartitionPlan | None = None
-        self._changed = threading.Condition()
+        self._link = _Link()
         self._opened: list[tuple[float, Phase]] = []
         self._steps = 0
         self.decision: Decision | None = None
@@ -79,9 +93,28 @@ class Pacing:
             self._partitioner, lazy_bytes, windows, bandwidth, self._contention, self._plan
         )
         self._plan = decision.plan
-        return Pace(
-            decision, self._contention, bandwidth, self._profiler, self._changed, self._opened
-        )
+        return Pace(decision, self._contention, bandwidth, self._profiler, self._link, self._opened)
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """A block during which other traffic is on the path that copies take, such as an
+        all-reduce. On any thread, for one that waits until the traffic is over; never blocks.
+
+        A copy that is held to a plan pauses meanwhile, as long as the rest of the window is
+        enough for what it should get to in it.
+        """
+        start = self._profiler.instant()
+        with self._link.changed:
+            self._link.in_flight += 1
+        try:
+            yield
+        finally:
+            stop = self._profiler.instant()
+            with self._link.changed:
+                self._link.in_flight -= 1
+                self._link.changed.notify_all()
+            if start is not None and stop is not None:
+                self._profiler.add_collective(start, stop)
 
     def close(self) -> None:
         """Take every hook away from the modules."""
@@ -89,8 +122,8 @@ class Pacing:
 
     def _on_window(self, ordinal: int) -> None:
         self._opened.append((perf_counter(), self._profiler.phase))
-        with self._changed:
-            self._changed.notify_all()
+        with self._link.changed:
+            self._link.changed.notify_all()
 
 
 @dataclass(slots=True)
@@ -129,7 +162,7 @@ class Pace:
         contention: Contention,
         copy_bytes_per_s: float,
         profiler: Profiler,
-        changed: threading.Condition,
+        link: _Link,
         opened: list[tuple[float, Phase]],
     ) -> None:
         self.decision = decision
@@ -141,7 +174,7 @@ class Pace:
         self._gate = decision.gate
         self.piece_bytes = decision.chunk_bytes
         self._profiler = profiler
-        self._changed = changed
+        self._link = link
         self._begun_s = perf_counter()
         self._free = decision.plan.free_running
         self._stretch: tuple[Instant | None, int] | None = None
@@ -149,13 +182,14 @@ class Pace:
 
     def wait(self, nbytes: int) -> None:
         """Return when the next piece may be copied: its first byte is within the bound of the
-        window that is open now, or the deadline is near, or training waits.
+        window that is open now and no other traffic is in its way, or the deadline is near, or
+        training waits.
         """
         if not self._may_go():
             self._end_stretch()
-            with self._changed:
+            with self._link.changed:
                 while not self._may_go():
-                    self._changed.wait(_POLL_S)
+                    self._link.changed.wait(_POLL_S)
         self._note(nbytes)
         if self._stretch is None:
             self._stretch = (self._profiler.instant(), self._copied)
@@ -163,9 +197,9 @@ class Pace:
 
     def let_go(self) -> None:
         """Training waits for the rest: copy it as fast as possible."""
-        with self._changed:
+        with self._link.changed:
             self._free = True
-            self._changed.notify_all()
+            self._link.changed.notify_all()
 
     def done(self) -> None:
         """The copy is over."""
@@ -176,12 +210,23 @@ class Pace:
             return True
         bounds = self._plan.bounds
         position = self._profiler.position
-        if position < 0 or self._copied < bounds[min(position, len(bounds) - 1)]:
+        if position < 0:
+            return True
+        due = bounds[min(position, len(bounds) - 1)] - self._copied
+        if due > 0 and not self._gives_way(due, position):
             return True
         left_s = (self._plan.lazy_bytes - self._copied) / self.copy_bytes_per_s
         time_left_s = total_s(self._plan.windows) - (perf_counter() - self._begun_s)
         self._free = self._gate.is_late(left_s, time_left_s)
         return self._free
+
+    def _gives_way(self, due_bytes: int, position: int) -> bool:
+        """Whether other traffic is under way, and what is due in this window can wait for it."""
+        if not self._link.in_flight or position >= len(self._plan.windows):
+            return self._link.in_flight > 0
+        since_s = perf_counter() - self.opened[-1][0]
+        left_s = self._plan.windows[position].duration_s - since_s
+        return due_bytes / self.copy_bytes_per_s < left_s
 
     def _note(self, nbytes: int) -> None:
         now_s, window = perf_counter(), self._profiler.position
