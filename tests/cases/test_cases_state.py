@@ -878,7 +878,7 @@ def test_twenty_thousand_small_tensors_take_little_room_and_come_back(tmp_path: 
 
 
 @pytest.mark.extra
-@pytest.mark.filterwarnings("ignore:2200014")  # it is copied on the training thread
+@pytest.mark.filterwarnings("ignore:22000")  # it is copied on the training thread
 def test_one_tensor_of_more_than_two_gigabytes_comes_back(tmp_path: Path) -> None:
     """F: offsets beyond 31 bits."""
     count = 2_200_000_003
