@@ -175,7 +175,8 @@ class Pace:
         self.piece_bytes = decision.chunk_bytes
         self._profiler = profiler
         self._link = link
-        self._begun_s = perf_counter()
+        # Summed up here: the copying thread looks at it every few milliseconds.
+        self._update_s = perf_counter() + total_s(decision.plan.windows)
         self._free = decision.plan.free_running
         self._stretch: tuple[Instant | None, int] | None = None
         self._copied = 0
@@ -216,8 +217,7 @@ class Pace:
         if due > 0 and not self._gives_way(due, position):
             return True
         left_s = (self._plan.lazy_bytes - self._copied) / self.copy_bytes_per_s
-        time_left_s = total_s(self._plan.windows) - (perf_counter() - self._begun_s)
-        self._free = self._gate.is_late(left_s, time_left_s)
+        self._free = self._gate.is_late(left_s, self._update_s - perf_counter())
         return self._free
 
     def _gives_way(self, due_bytes: int, position: int) -> bool:
