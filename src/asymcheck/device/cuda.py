@@ -65,11 +65,14 @@ class Boundary:
         return bool(self._events)
 
     def open_streams(self) -> dict[torch.device, torch.cuda.Stream]:
-        """A side stream per device that starts after the boundary. On the copying thread."""
+        """A side stream per device that starts after the boundary. On the copying thread, whose
+        current stream it becomes: so the profiler's instants lie before and after the copies.
+        """
         streams = {}
         for device, event in self._events.items():
             stream = torch.cuda.Stream(device)
             stream.wait_event(event)
+            torch.cuda.set_stream(stream)
             streams[device] = stream
         return streams
 
