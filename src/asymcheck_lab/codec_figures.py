@@ -131,7 +131,10 @@ def figures(
 
 
 def write_figures(
-    folder: Path, into: Path, session: Mapping[str, Any] = NO_SESSION, **options: Any
+    folder: Path,
+    into: Path,
+    session: Mapping[str, Any] = NO_SESSION,
+    **options: Any,  # noqa: ANN401
 ) -> list[dict[str, Any]]:
     """Append a JSON line for each row of ``figures`` to ``into``, and return the rows.
 

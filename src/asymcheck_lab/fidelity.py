@@ -312,11 +312,15 @@ def render(records: Sequence[dict[str, Any]], image: str) -> str:
     ]
     for gap in gaps(records):
         lines.append(
-            f"| {gap.curve} | {gap.stored:.2f} | {gap.labels} | {gap.first:+.4f} | "
-            f"{gap.worst:+.4f} | {gap.last:+.4f} |"
+            f"| {gap.curve} | {gap.stored:.2f} | {gap.labels} | "
+            f"{' | '.join(_signed(x) for x in (gap.first, gap.worst, gap.last))} |"
         )
     lines += ["", "Medians over the trainings.", "", f"![Loss after a resume]({image})"]
     return "\n".join(lines) + "\n"
+
+
+def _signed(more: float) -> str:
+    return f"{more:+.4f}" if abs(more) >= 5e-5 else "0"
 
 
 def plot(records: Sequence[dict[str, Any]], into: Path) -> None:
