@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from asymcheck.capture import Capture
 from asymcheck.errors import CaptureError, DroppedCheckpoint
+from asymcheck.events import Sink, Stage, discard, timed
 from asymcheck.planning.batching import FixedBytes, Policy, Ready, square_root
 from asymcheck.planning.cost import RAW, Kind, Linear, LinearFit, Option, choose, paper_compresses
 from asymcheck.planning.layout import PAGE_BYTES, Extent, MiB, align_up
@@ -148,8 +149,10 @@ class Chooser:
         self._batches = LinearFit()
         self._boundary_s = math.nan
 
-    def begin(self, capture: Capture) -> Encoder:
-        """An encoder for the next checkpoint."""
+    def begin(self, capture: Capture, sink: Sink = discard) -> Encoder:
+        """An encoder for the next checkpoint; ``sink`` receives a span for each chunk that it
+        encodes, on the thread that does.
+        """
         selection = self._selection
         places = _places(capture)
         latest = self._key_frame.at
@@ -167,7 +170,9 @@ class Chooser:
         if key_frame:
             self._key_frame.begin(places.values() if selection.needs_base else ())
         keeps = key_frame and selection.needs_base
-        return Encoder(capture.at, places, labels, self._key_frame, key_frame, keeps=keeps)
+        return Encoder(
+            capture.at, places, labels, self._key_frame, key_frame, keeps=keeps, sink=sink
+        )
 
     def _choose(
         self, sizes: Mapping[Group, int], key_frame: bool, interval_s: float
@@ -333,6 +338,7 @@ class Encoder:
         key_frame: Whose bytes differences are made to.
         makes_key_frame: Whether this checkpoint becomes the next key-frame.
         keeps: Whether its bytes are kept then.
+        sink: Receives a span for each chunk that is not stored raw.
     """
 
     def __init__(
@@ -344,8 +350,10 @@ class Encoder:
         makes_key_frame: bool,
         *,
         keeps: bool,
+        sink: Sink = discard,
     ) -> None:
         self._at = at
+        self._sink = sink
         self._keeps = keeps
         self.places = places
         self.labels = labels
@@ -410,7 +418,8 @@ class Encoder:
             return None
         codec = _codec(label)
         base = self._key_frame.find(place, extent.nbytes) if codec.needs_base else None
-        encoding = codec.encode(raw, place.group.dtype, base)
+        with timed(self._sink, Stage.ENCODE, self._at.step, raw.nbytes):
+            encoding = codec.encode(raw, place.group.dtype, base)
         if encoding is None:
             return None
         with self._lock:

@@ -191,7 +191,7 @@ def write_checkpoint(
     """
     start_s, cpu_s = perf_counter(), thread_time()
     at = capture.at
-    encoder = chooser.begin(capture)
+    encoder = chooser.begin(capture, sink)
 
     def encode(extent: Extent) -> Encoded:
         wait(extent.stop)

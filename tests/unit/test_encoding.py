@@ -23,7 +23,7 @@ from asymcheck.codec.lossless import Lossless
 from asymcheck.decoding import Decoding
 from asymcheck.encoding import Chooser, Encoder, Group
 from asymcheck.errors import CaptureError, DroppedCheckpoint, NoCheckpoint, OptionError, StoreError
-from asymcheck.events import discard
+from asymcheck.events import Sink, discard
 from asymcheck.persist import Durable, write_checkpoint
 from asymcheck.planning.batching import FixedBytes, Ready
 from asymcheck.planning.cost import Option
@@ -87,8 +87,8 @@ class Bench:
         self.encoders: dict[int, Encoder] = {}
         begin = self.chooser.begin
 
-        def noted(capture: Capture) -> Encoder:
-            self.encoders[capture.at.step] = begin(capture)
+        def noted(capture: Capture, sink: Sink) -> Encoder:
+            self.encoders[capture.at.step] = begin(capture, sink)
             return self.encoders[capture.at.step]
 
         self.chooser.begin = noted  # type: ignore[method-assign]
