@@ -1,7 +1,7 @@
 """The command line: what is there, what is in it, is it whole, what may go.
 
 Nothing here needs torch. What all commands share stands in ``cli_base``; those that look after
-the machine, ``doctor`` and ``repair``, in ``cli_host``.
+the machine, ``doctor`` and ``repair``, in ``cli_host``; those that explain, in ``cli_engine``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from asymcheck import cli_host
+from asymcheck import cli_engine, cli_host
 from asymcheck.cli_base import (
     DAMAGED_OR_MISSING,
     Json,
@@ -74,6 +74,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(cli_engine.app)
 app.add_typer(cli_host.app)
 
 

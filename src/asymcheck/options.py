@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from asymcheck.errors import OptionError
 from asymcheck.planning.policy import Cadence, EverySeconds, EverySteps, Never
+from asymcheck.planning.strategies import Strategy, resolve
 from asymcheck.storage.names import MAX_STEP
 from asymcheck.storage.store import Store, open_store
 
@@ -75,6 +77,28 @@ def a_call(name: str, value: F) -> F:
     if not callable(value):
         raise OptionError(f"{name}: expected something to call, found {value!r:.80}")
     return value
+
+
+def a_file(name: str, value: object) -> Path:
+    """``value`` as an absolute path.
+
+    Raises:
+        OptionError: It names no file.
+    """
+    found: object = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(found, str) or not found or "\0" in found:
+        raise OptionError(f"{name}: expected the path of a file, found {value!r:.80}")
+    return Path(found).expanduser().absolute()
+
+
+def a_strategy(strategy: object, fidelity: Any) -> Strategy:  # noqa: ANN401
+    """The strategy that a user names or gives, with another class of fidelity where asked for.
+
+    Raises:
+        OptionError: One of them is not known; names the nearest.
+    """
+    found = resolve(strategy)
+    return found if fidelity is None else found.with_fidelity(fidelity)
 
 
 def named_objects(state: Mapping[str, object]) -> Mapping[str, object]:

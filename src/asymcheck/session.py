@@ -31,11 +31,13 @@ from asymcheck.memory.arena import SHARED_MEMORY, Arena
 from asymcheck.persister import is_own_memory, start_persister, who_persists
 from asymcheck.planning.policy import Never
 from asymcheck.planning.retention import CheckpointId, Retention
-from asymcheck.planning.strategies import Strategy, resolve
+from asymcheck.planning.selection import Fidelity
+from asymcheck.planning.strategies import Strategy
 from asymcheck.recovery import RestoreReport, TornRestore, restore
 from asymcheck.snapshotter import Snapshotter
 from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.store import Store
+from asymcheck.tracing import Tracer
 
 __all__ = ["Checkpointer", "Handle", "RestoreReport", "SaveReport"]
 
@@ -54,6 +56,8 @@ class Checkpointer:
             ``load_state_dict``, tensors, dicts and lists. Random number generators are saved
             without being asked for.
         strategy: A name out of ``asymcheck.strategies``, or a ``Strategy``.
+        fidelity: ``exact``, ``moments`` or ``aggressive`` in place of the strategy's own: what
+            encoding may change, see ``docs/fidelity.md``.
         every_steps: ``step(n)`` saves when ``n`` is a multiple of this.
         every_seconds: ``step(n)`` saves when this time has passed since the latest save.
         keep_last: Keep the newest so many; ``None`` keeps all. The newest is always kept.
@@ -68,6 +72,7 @@ class Checkpointer:
         read_only: Never write and never claim the root, as for evaluation beside a training.
         grace_s: How long ``close`` and the exit of the interpreter wait for pending saves.
         sink: Receives every ``Span``, on the thread that did the work.
+        trace: A file that gets a line for each durable checkpoint, for ``asymcheck explain``.
 
     Raises:
         OptionError: An argument is wrong, or the root holds something else.
@@ -81,6 +86,7 @@ class Checkpointer:
         *,
         state: Mapping[str, object],
         strategy: str | Strategy = "asymcheck",
+        fidelity: Fidelity | None = None,
         every_steps: int | None = None,
         every_seconds: float | None = None,
         keep_last: int | None = None,
@@ -93,15 +99,20 @@ class Checkpointer:
         read_only: bool = False,
         grace_s: float = 60.0,
         sink: Sink = discard,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         options.refuse_many_ranks()
-        self._strategy = resolve(strategy)
+        self._strategy = options.a_strategy(strategy, fidelity)
         self._cadence = options.make_cadence(every_steps, every_seconds)
         self._retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
         self._on_error = options.one_of("on_error", on_error, ("raise", "warn"))
         self._read_only = options.flag("read_only", read_only)
         self._grace_s = options.seconds("grace_s", grace_s)
         self._sink = guarded(options.a_call("sink", sink))
+        self._tracer: Tracer | None = None
+        if trace is not None and not self._read_only:
+            path = options.a_file("trace", trace)
+            self._sink = self._tracer = Tracer(path, self._sink, self._strategy)
         self._state = State(options.named_objects(state))
         self._store = options.as_store(root)
         self._persist = who_persists(persist, root, self._store)
@@ -406,17 +417,12 @@ class Checkpointer:
             self.wait()
             repository.check_writer(self._attempt)
             before = [c for c in repository.lineage(attempt=self._attempt) if c.step < step]
-            self._start_attempt(before[-1] if before else self._root_parent())
+            # Before every checkpoint: from step 0 of this attempt, so that it is the same tree.
+            self._start_attempt(before[-1] if before else CheckpointId(self._attempt, 0))
         else:
             repository.check_writer(self._attempt)
         assert self._attempt is not None
         return self._attempt
-
-    def _root_parent(self) -> CheckpointId | None:
-        """Parent of a branch that starts before every checkpoint: step 0 of this attempt, so
-        that the new branch still belongs to the same tree.
-        """
-        return None if self._attempt is None else CheckpointId(self._attempt, 0)
 
     def _capturing(self) -> Snapshotter:
         if self._snapshotter is None:
@@ -448,6 +454,7 @@ class Checkpointer:
                 repository,
                 self._retention,
                 self._sink,
+                self._tracer,
             )
             self._ending = Ending(self, repository.run, self._snapshotter, self._grace_s)
         return self._snapshotter
@@ -462,7 +469,7 @@ class Checkpointer:
         """Raise or warn of background failures, each once; a drop is always a warning."""
         done = [h for h in self._unread if h.durable.done()]
         self._unread = [h for h in self._unread if not h.durable.done()]
-        failures, said = [], []
+        failures, said = [], self._tracer.complaints() if self._tracer else []
         for handle in done:
             failure = handle.durable.exception()
             if isinstance(failure, DroppedCheckpoint):

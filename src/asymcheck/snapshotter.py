@@ -38,7 +38,7 @@ from asymcheck.device.state import State
 from asymcheck.encoding import Chooser
 from asymcheck.errors import CaptureError, CheckpointError, CheckpointWarning, DroppedCheckpoint
 from asymcheck.events import Sink, Span, Stage, timed
-from asymcheck.handles import Handle, Promised, report_of
+from asymcheck.handles import Handle, Promised, SaveReport, report_of
 from asymcheck.memory.arena import Arena, NoRoom, Slot, SlotState, capacity_for
 from asymcheck.persist import Durable, write_checkpoint
 from asymcheck.persister import Persister
@@ -47,6 +47,7 @@ from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.selection import RAW
 from asymcheck.planning.strategies import Strategy
 from asymcheck.storage.repository import Repository
+from asymcheck.tracing import Tracer
 
 EAGER_LIMIT_BYTES = 256 * MiB
 _DROPS_BEFORE_BLOCKING = 2
@@ -79,6 +80,7 @@ class Snapshotter:
         repository: Written directly when there is no memory for a slot.
         retention: Applied then.
         sink: Receives spans.
+        tracer: Is told of plans and of what became durable.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Snapshotter:
         repository: Repository,
         retention: Retention,
         sink: Sink,
+        tracer: Tracer | None = None,
     ) -> None:
         self._state = state
         self._strategy = strategy
@@ -98,6 +101,7 @@ class Snapshotter:
         self._repository = repository
         self._retention = retention
         self._sink = sink
+        self._tracer = tracer
         self._active: _Active | None = None
         self._turn = 0
         self._placer = Placer()
@@ -184,6 +188,9 @@ class Snapshotter:
             canaries=placed.at.canaries,
             kinds=placed.at.kinds,
         )
+        if self._tracer is not None:
+            lazy, eager = placed.at.lazy_bytes, placed.at.eager_bytes
+            self._tracer.begin(at.step, start_s, lazy_bytes=lazy, eager_bytes=eager)
         try:
             slot = self._reserve(described, placed, when_full)
         except NoRoom:
@@ -243,8 +250,13 @@ class Snapshotter:
                 return handle
         handle.captured.set_result(None)
         stall_s = perf_counter() - described.boundary_s
-        handle.durable.set_result(report_of(found, placed.at.eager_bytes, stall_s))
+        self._durable(handle, report_of(found, placed.at.eager_bytes, stall_s))
         return handle
+
+    def _durable(self, handle: Handle, report: SaveReport) -> None:
+        if self._tracer is not None:
+            self._tracer.durable(report)
+        handle.durable.set_result(report)
 
     def _begin(self, described: Capture, placed: Placed, slot: Slot) -> _Active:
         step, blocking = described.at.step, self._blocking
@@ -260,6 +272,8 @@ class Snapshotter:
             if self._pacing is not None:
                 self._pacing.begin_step(saves=waits)
                 pace = self._pacing.plan(placed.at.lazy_bytes) if waits else None
+                if pace is not None and self._tracer is not None:
+                    self._tracer.plan(step, pace)
             copy = LazyCopy(step, slot, placed, canaries, self._pinning, pace)
         except BaseException:
             self._arena.free(slot)
@@ -316,14 +330,15 @@ class Snapshotter:
                 active.handle.durable.set_exception(failure)
                 return
             report = report_of(future.result(), active.eager_bytes, active.step_stall_s)
-            active.handle.durable.set_result(
+            self._durable(
+                active.handle,
                 replace(
                     report,
                     fence_stall_s=active.fence_stall_s,
                     copy_s=active.copy.duration_s,
                     cpu_s=report.cpu_s + active.copy.cpu_s,
                     lag_steps=max(0, self.latest_step - report.step),
-                )
+                ),
             )
 
         durable.add_done_callback(done)

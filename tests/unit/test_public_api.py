@@ -39,6 +39,8 @@ OPTIONS = {
     "read_only",
     "grace_s",
     "sink",
+    "fidelity",
+    "trace",
 }
 
 
