@@ -53,6 +53,10 @@ def train(
     log: Annotated[
         Path | None, typer.Option(help="A JSON line for each step [default: RUN/log.jsonl]")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="For asymcheck explain and plan [default: RUN/trace.jsonl]"),
+    ] = None,
     result: Annotated[
         Path | None, typer.Option(help="Cost and final state [default: RUN/result.json]")
     ] = None,
@@ -87,6 +91,7 @@ def train(
             keep_last=keep_last,
             strategy=strategy,
             log=log or run / "log.jsonl",
+            trace=trace or run / "trace.jsonl",
             result=result or run / "result.json",
             seed=seed,
             threads=threads,
@@ -96,7 +101,7 @@ def train(
         console = Console(quiet=quiet)
         with _readable_warnings(), TrainingBar(console, steps) as bar:
             ended = run_training(options, bar)
-        show_training(console, options.log, where, ended)
+        show_training(console, options, ended)
 
 
 @app.command()

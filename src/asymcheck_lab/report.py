@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -12,11 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from asymcheck.rendering import size_text
-from asymcheck_lab import demo
+from asymcheck_lab import demo, rundir
 from asymcheck_lab.record import Result, StepRecord, median
 
 if TYPE_CHECKING:
     from asymcheck.recovery import RestoreReport
+    from asymcheck_lab.train import TrainOptions
 
 _MAX_PROBLEMS = 10
 
@@ -81,8 +81,9 @@ class TrainingBar(_Shown):
             self._console.print(f"step {record.step} of {self._steps}: {loss}")
 
 
-def show_training(console: Console, log: Path, root: str | None, result: Result) -> None:
+def show_training(console: Console, options: TrainOptions, result: Result) -> None:
     """Say what a training did and where to look."""
+    root = options.root
     table = _table()
     done = result.steps - result.resumed_from
     table.add_row("steps", f"{result.resumed_from + 1} to {result.steps}" if done else "none")
@@ -91,11 +92,17 @@ def show_training(console: Console, log: Path, root: str | None, result: Result)
         size = round(median(c.stored_bytes for c in result.checkpoints))
         table.add_row("checkpoints", f"{len(result.checkpoints)} of {size_text(size)}")
         table.add_row("stall per checkpoint", f"{1000 * stall_s:.1f} ms (median)")
-    table.add_row("log", str(log))
+    table.add_row("log", str(options.log))
     console.print(table)
     if root is not None and not root.startswith("memory:"):  # what ends with this process
         console.print(
             f"look at the checkpoints: asymcheck ls {root}", highlight=False, soft_wrap=True
+        )
+    if options.trace is not None and result.checkpoints:
+        console.print(
+            f"see what one took: asymcheck explain {options.trace}",
+            highlight=False,
+            soft_wrap=True,
         )
 
 
@@ -167,8 +174,10 @@ def show_demo(console: Console, evidence: demo.Evidence, checks: Sequence[demo.C
         if len(check.problems) > _MAX_PROBLEMS:
             console.print(f"     and {len(check.problems) - _MAX_PROBLEMS} more")
     root = demo.checkpoints_of(options.folder, demo.CUT)
+    trace = options.folder / demo.WHOLE / rundir.TRACE
     console.print(
-        f"\nlook at the result:\n  asymcheck ls {root}\n  asymcheck verify {root}",
+        f"\nlook at the result:\n  asymcheck ls {root}\n  asymcheck verify {root}"
+        f"\nsee what a checkpoint took, and why:\n  asymcheck explain {trace}",
         highlight=False,
         markup=False,
         soft_wrap=True,

@@ -14,6 +14,7 @@ MARKER = "MADE-BY-ASYMLAB-DEMO"
 REPORT = "report.json"
 CHECKPOINTS = "checkpoints"
 LOG = "log.jsonl"
+TRACE = "trace.jsonl"
 RESULT = "result.json"
 
 _OUTPUT = re.compile(r"output(-[a-z]+)?\.txt\Z")
@@ -91,7 +92,7 @@ def _is_our_file(name: str, runs: list[str]) -> bool:
     run, _, rest = name.partition("/")
     if run not in runs:
         return False
-    if rest in (LOG, RESULT) or _OUTPUT.match(rest):
+    if rest in (LOG, TRACE, RESULT) or _OUTPUT.match(rest):
         return True
     top, _, item = rest.partition("/")
     if top != CHECKPOINTS:

@@ -43,6 +43,7 @@ class TrainOptions:
         keep_last: Checkpoints to keep.
         strategy: Name of the library's strategy.
         log: Gets a line for each step.
+        trace: Gets a line for each durable checkpoint; ``None`` for nowhere.
         result: Gets the ``Result`` at the end; ``None`` for nowhere.
         seed: For weights, dropout, noise and the order of the data.
         threads: Threads of torch's kernels. Sums are split among them, so another number
@@ -58,6 +59,7 @@ class TrainOptions:
     keep_last: int | None = 3
     strategy: str = "asymcheck"
     log: Path
+    trace: Path | None = None
     result: Path | None = None
     seed: int = 0
     threads: int = 2
@@ -183,6 +185,7 @@ class _Job:
             every_steps=self._options.every,
             keep_last=self._options.keep_last,
             sink=self._ledger,
+            trace=self._options.trace,
         )
 
     def _step(self, step: int, start: int, checkpointer: Checkpointer | None) -> StepRecord:
