@@ -27,7 +27,7 @@ from asymcheck.explanation import (
     why_so_planned,
 )
 from asymcheck.planning.windows import total_s
-from asymcheck.rendering import plain, show_line, size_text, table_text
+from asymcheck.rendering import count_text, plain, show_line, size_text, table_text
 from asymcheck.tracing import Trace, choose_step
 
 app = typer.Typer()
@@ -121,7 +121,7 @@ def _print_picture(trace: Trace) -> None:
     )
     show_line(
         f"training waited {_ms(stall_s(trace))}; durable {_ms(report.durable_s)} after the "
-        f"boundary, {report.lag_steps} steps later"
+        f"boundary, {count_text(report.lag_steps, 'step')} later"
     )
     show_line()
     whole_s = max([report.durable_s, *(bar.stop_s for lane in drawn for bar in lane.bars)])
@@ -264,7 +264,7 @@ def _print_batches(trace: Trace) -> None:
         return
     nbytes = sum(batch.nbytes for batch in batches)
     show_line(
-        f"\n{len(batches)} batches, {size_text(nbytes)}; the store took {_ms(report.write_s)} for "
+        f"\nbatches: {len(batches)}, {size_text(nbytes)}; the store took {_ms(report.write_s)} for "
         f"them, sync included; encoding and hashing {_ms(report.encode_s)}"
     )
     rows = [

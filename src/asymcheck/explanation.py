@@ -127,11 +127,11 @@ def shares(trace: Trace) -> list[Share]:
     return [
         Share(boundary_s, "at the boundary, while training waited"),
         Share(start_s - boundary_s, "until the persister began: busy before, or not yet awake"),
-        Share(copied_s - start_s, "copying the state"),
+        Share(copied_s - start_s, "until the state was copied, pauses included"),
         Share(sealed_s - copied_s, "until the next update, which seals what was copied"),
-        Share(encoding_s, "encoding what was left"),
-        Share(stop_s - sealed_s - encoding_s, "the store: writing what was left, and its sync"),
-        Share(whole_s - stop_s, "commit"),
+        Share(encoding_s, "of encoding what was left"),
+        Share(stop_s - sealed_s - encoding_s, "of writing what was left, sync included"),
+        Share(whole_s - stop_s, "of the commit"),
     ]
 
 

@@ -87,7 +87,7 @@ class Bench:
         self.encoders: dict[int, Encoder] = {}
         begin = self.chooser.begin
 
-        def noted(capture: Capture, sink: Sink) -> Encoder:
+        def noted(capture: Capture, sink: Sink = discard) -> Encoder:
             self.encoders[capture.at.step] = begin(capture, sink)
             return self.encoders[capture.at.step]
 
