@@ -132,3 +132,13 @@ def test_every_measurement_without_a_copy_is_in_one_pair_at_most():
         add(pooling, [1.0], copies=[(0.0, 0.5)])
     assert len(pooling.take_pairs()) == 1
     assert pooling.take_pairs() == []
+
+
+@given(st.floats(0.05, 0.45), st.floats(0.6, 1.0))
+def test_traffic_that_a_copy_holds_up_is_known_by_what_it_takes_alone(alone, contended):
+    pooling = Pooling()
+    for _ in range(KEPT):
+        pooling.add((1,), [0.0, 1.0], (), [(0.0, alone)])
+        pooling.add((1,), [0.0, 1.0], [(0.0, 1.0)], [(0.0, contended)])
+    assert [w.collective_s for w in pooling.windows()] == [alone]
+    assert {pair.phase for pair in pooling.take_pairs()} == {"backward"}

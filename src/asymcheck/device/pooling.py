@@ -32,7 +32,8 @@ class Pair(NamedTuple):
     Each is one measurement, used in one pair only.
 
     Attributes:
-        phase: Of the window; ``collective`` where other traffic filled most of it.
+        phase: Of the window; ``collective`` where other traffic fills most of it when nothing is
+            copied.
         with_s: Its duration while there was a copy.
         without_s: Its duration in an earlier step without one.
         copied_s: For how long of ``with_s`` the copy ran.
@@ -51,13 +52,15 @@ class _Measured:
     Attributes:
         alone: Durations without a copy.
         shared: Durations with one.
-        collective: Of other traffic.
+        alone_busy: Of other traffic, without a copy.
+        shared_busy: Of other traffic, with one: where they share a path it takes longer.
         unpaired: The latest of ``alone``, until a pair uses it.
     """
 
     alone: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     shared: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    collective: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    alone_busy: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    shared_busy: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     unpaired: float | None = None
 
     def add(
@@ -68,14 +71,20 @@ class _Measured:
         Returns:
             The duration with a copy and one without, where that makes a pair.
         """
-        self.collective.append(collective_s)
         if not copied_s:
             self.alone.append(span_s)
+            self.alone_busy.append(collective_s)
             self.unpaired = span_s if len(self.alone) >= _WARM else None
             return None
         self.shared.append(span_s)
+        self.shared_busy.append(collective_s)
         without_s, self.unpaired = self.unpaired, None
         return None if without_s is None else (span_s, without_s)
+
+    @property
+    def usual(self) -> tuple[float, float]:
+        """Duration, and that of other traffic: without a copy, where that was measured."""
+        return median(self.alone or self.shared), median(self.alone_busy or self.shared_busy)
 
 
 class Pooling:
@@ -121,13 +130,14 @@ class Pooling:
         ):
             pair = one.add(span, copied_s, min(span, other_s))
             if pair is not None:
-                phase = "collective" if 2 * other_s > span else _PHASES[code % 2]
+                usual_s, busy_s = one.usual
+                phase = "collective" if 2 * busy_s > usual_s else _PHASES[code % 2]
                 self._pairs.append(Pair(phase, *pair, copied_s))
 
     def windows(self) -> tuple[Window, ...]:
-        """The usual windows; durations are those without a copy, where there were any."""
+        """The usual windows; times are those without a copy, where there were any."""
         return tuple(
-            Window(_PHASES[code % 2], median(m.alone or m.shared), median(m.collective))
+            Window(_PHASES[code % 2], *m.usual)
             for code, m in zip(self._usual, self._measured, strict=True)
         )
 
