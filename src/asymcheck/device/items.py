@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from asymcheck.device.inplace import Bind, bind_leaves, put_back, unlike
-from asymcheck.device.leaves import Collector, Places
+from asymcheck.device.leaves import Collector, Known, Places
 from asymcheck.device.matching import Matching
 from asymcheck.device.naming import canonical_names, escape
 from asymcheck.device.tensors import can_cast, check_supported, dtype_name, is_supported
@@ -89,15 +90,21 @@ class Restoring:
             self.matching.cast.append(key)
 
 
+def members(**values: Json) -> str:
+    """Members of a JSON object, without its braces."""
+    return json.dumps(values, separators=(",", ":"), allow_nan=False)[1:-1]
+
+
 class Item(Protocol):
     """One entry of the state."""
 
     kind: str
 
-    def collect(
-        self, name: str, collector: Collector, encoder: Encoder, params: Params
-    ) -> dict[str, Json]:
-        """Note the leaves; return what else is to be saved. Changes nothing."""
+    def collect(self, name: str, collector: Collector, encoder: Encoder, params: Params) -> str:
+        """Note the leaves; return what else is to be saved, as the members of a JSON object.
+
+        Changes nothing.
+        """
         ...
 
     def plan(self, name: str, saved: dict[str, Json], to: Restoring) -> Finish:
@@ -112,7 +119,7 @@ class ModuleItem:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self._latest: tuple[list[str], list[str]] = ([], [])
+        self._latest: tuple[list[str], Known | None] = ([], None)
 
     def _state_dict(self, name: str) -> dict[str, Any]:
         try:
@@ -128,16 +135,15 @@ class ModuleItem:
         canonical = canonical_names(entries)
         return [(raw, canonical[raw], value) for raw, value in entries.items()]
 
-    def collect(
-        self, name: str, collector: Collector, encoder: Encoder, params: Params
-    ) -> dict[str, Json]:
+    def collect(self, name: str, collector: Collector, encoder: Encoder, params: Params) -> str:
         """See ``Item``."""
         entries = self._state_dict(name)
-        names, keys = self._latest
-        if names == list(entries) and collector.add_known(keys, list(entries.values())):
-            return {"extra": {}}
+        names, known = self._latest
+        if names == list(entries) and collector.add_known(known, list(entries.values())):
+            return '"extra":{}'
         extra: dict[str, Json] = {}
         keys = []
+        first = len(collector.sources)
         prefix = f"{escape(name)}/"
         for raw, entry in canonical_names(entries).items():
             value, key = entries[raw], prefix + escape(entry)
@@ -146,8 +152,9 @@ class ModuleItem:
                 keys.append(collector.add(key, value, kind=kind))
             else:
                 extra[entry] = encoder.encode(value, key)
-        self._latest = ([], []) if extra else (list(entries), keys)
-        return {"extra": extra}
+        known = None if extra else collector.learn(first, keys, list(entries.values()))
+        self._latest = list(entries), known
+        return members(extra=extra)
 
     def plan(self, name: str, saved: dict[str, Json], to: Restoring) -> Finish:
         """See ``Item``."""
@@ -206,9 +213,7 @@ class StatefulItem:
     def __init__(self, value: Any) -> None:  # noqa: ANN401
         self.value = value
 
-    def collect(
-        self, name: str, collector: Collector, encoder: Encoder, params: Params
-    ) -> dict[str, Json]:
+    def collect(self, name: str, collector: Collector, encoder: Encoder, params: Params) -> str:
         """See ``Item``."""
         try:
             state = self.value.state_dict()
@@ -216,7 +221,7 @@ class StatefulItem:
             raise
         except Exception as failure:
             raise CaptureError(f"state {name!r}: its state_dict() raised {failure!r}") from failure
-        return {"value": encoder.encode(state, escape(name))}
+        return members(value=encoder.encode(state, escape(name)))
 
     def plan(self, name: str, saved: dict[str, Json], to: Restoring) -> Finish:
         """See ``Item``."""
@@ -232,11 +237,9 @@ class TensorItem:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
-    def collect(
-        self, name: str, collector: Collector, encoder: Encoder, params: Params
-    ) -> dict[str, Json]:
+    def collect(self, name: str, collector: Collector, encoder: Encoder, params: Params) -> str:
         """See ``Item``."""
-        return {"key": collector.add(escape(name), self.tensor)}
+        return members(key=collector.add(escape(name), self.tensor))
 
     def plan(self, name: str, saved: dict[str, Json], to: Restoring) -> Finish:
         """See ``Item``."""
@@ -255,12 +258,10 @@ class ValueItem:
     def __init__(self, value: Any) -> None:  # noqa: ANN401
         self.value = value
 
-    def collect(
-        self, name: str, collector: Collector, encoder: Encoder, params: Params
-    ) -> dict[str, Json]:
+    def collect(self, name: str, collector: Collector, encoder: Encoder, params: Params) -> str:
         """See ``Item``."""
         value = encoder.encode(self.value, escape(name))
-        return {"value": value, "type": type(self.value).__name__}
+        return members(value=value, type=type(self.value).__name__)
 
     def plan(self, name: str, saved: dict[str, Json], to: Restoring) -> Finish:
         """See ``Item``."""

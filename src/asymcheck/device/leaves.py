@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import memmove
-from functools import cache
+from functools import cache, partial
+from itertools import repeat
 from math import prod
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
@@ -86,27 +88,37 @@ class Source(NamedTuple):
             into[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-Known = dict[str, tuple[object, Spec]]
-"""Specs of earlier saves by key, each with the properties of the tensor that it came from."""
+class Known(NamedTuple):
+    """Tensors of a save, as far as the next one can be spared to look at each of them again.
+
+    Attributes:
+        looks: All that specs and aliases depend on, a column for each property.
+        keys: Where each was saved.
+        picks: Which of them are leaves; the others are aliases of these.
+        specs: Of the leaves.
+        lazy: Which of the leaves are lazy.
+        aliases: As ``Collector.aliases``.
+    """
+
+    looks: tuple[list[Any], ...]
+    keys: list[str]
+    picks: list[int]
+    specs: list[Spec]
+    lazy: list[int]
+    aliases: dict[str, str]
 
 
 class Collector:
     """Gathers the leaves of a state; one that is there under two keys is kept once.
 
-    Args:
-        known: Of the save before, so that what did not change is not looked at again.
-
     Attributes:
-        known: For the next save.
         sources: In the order in which they were found.
         aliases: Further keys of leaves that are the same view of the same memory.
     """
 
-    def __init__(self, known: Known | None = None) -> None:
+    def __init__(self) -> None:
         self.sources: list[Source] = []
         self.aliases: dict[str, str] = {}
-        self.known: Known = {}
-        self._before = known or {}
         self._keys: set[str] = set()
         self._seen: dict[object, str] = {}
         self._tensors: dict[int, tuple[torch.Tensor, str] | None] = {}
@@ -142,44 +154,66 @@ class Collector:
         """Note a leaf of an optimizer's state; see ``add``."""
         return self.add(key, array, kind="state/" + key.rpartition("/")[2])
 
-    def add_known(self, keys: Sequence[str], tensors: Sequence[Any]) -> bool:
-        """Note leaves that all are as they were at the save before; else note nothing.
+    def add_known(self, known: Known | None, tensors: Sequence[torch.Tensor]) -> bool:
+        """Note tensors that all are where and what they were at the save before; else nothing.
 
-        Most of a large state is like that, and one by one with ``add`` it would be most of
-        the time at the boundary.
+        Most of a large state is like that, and one by one with ``add`` it would be most of the
+        time at the boundary. Here no line of Python runs for a single tensor.
 
         Args:
-            keys: Where they were saved before; none is noted yet.
-            tensors: Their values.
+            known: What ``learn`` returned then.
+            tensors: In the same order.
 
         Returns:
             Whether they were noted.
         """
-        before, sources = self._before, []
-        for key, tensor in zip(keys, tensors, strict=True):
-            known = before.get(key)
-            if known is None or _looks(tensor, known[1].kind) != known[0]:
-                return False
-            spec = known[1]
-            sources.append(Source(spec, tensor.detach() if spec.lazy else tensor))
-        if not self._keys.isdisjoint(keys):
+        if known is None or len(tensors) != len(known.keys) or _looks(tensors) != known.looks:
             return False
-        for key, source in zip(keys, sources, strict=True):
-            self._keys.add(key)
-            self.known[key] = before[key]
-            self._note(key, source)
+        # Of several keys in one place the first stays, which is the leaf.
+        named = zip(reversed(tensors), reversed(known.keys), strict=True)
+        here = dict(zip(reversed(known.looks[-1]), named, strict=True))
+        here.pop(0, None)
+        if not self._keys.isdisjoint(known.keys) or not self._tensors.keys().isdisjoint(here):
+            return False
+        leaves = [tensors[i] for i in known.picks]
+        for i in known.lazy:
+            leaves[i] = leaves[i].detach()
+        self._keys.update(known.keys)
+        self._tensors.update(here)
+        self.aliases.update(known.aliases)
+        rows = zip(known.specs, leaves, repeat(False), strict=False)
+        self.sources += map(partial(tuple.__new__, Source), rows)
         return True
 
+    def learn(
+        self, first: int, keys: Sequence[str], tensors: Sequence[torch.Tensor]
+    ) -> Known | None:
+        """What the next save may use for tensors that were just added one by one.
+
+        Args:
+            first: How many sources there were before.
+            keys: Where they were saved, in the order in which they were added.
+            tensors: Their values.
+
+        Returns:
+            ``None`` where one of them is not ordinary, or two leaves begin at one place.
+        """
+        looks = _looks(tensors)
+        specs = [s.spec for s in self.sources[first:]]
+        leaves = {s.key for s in specs}
+        picks = [i for i, key in enumerate(keys) if key in leaves]
+        if looks is None or [keys[i] for i in picks] != [s.key for s in specs]:
+            return None
+        aliases = {key: self.aliases[key] for key in keys if key not in leaves}
+        places = [looks[-1][i] for i in picks if looks[-1][i]]
+        if len(set(places)) != len(places) or not leaves.issuperset(aliases.values()):
+            return None
+        lazy = [i for i, s in enumerate(specs) if s.lazy]
+        return Known(looks, list(keys), picks, specs, lazy, aliases)
+
     def _tensor_source(self, key: str, tensor: torch.Tensor, kind: str) -> Source:
-        looks = _looks(tensor, kind)
-        before = self._before.get(key)
-        if looks is not None and before is not None and before[0] == looks:
-            spec = before[1]
-        else:
-            check_supported(key, tensor)
-            spec = _spec(key, tensor.detach(), kind)
-        if looks is not None:
-            self.known[key] = looks, spec
+        check_supported(key, tensor)
+        spec = _spec(key, tensor.detach(), kind)
         return Source(spec, tensor.detach() if spec.lazy else tensor)
 
     def _note(self, key: str, source: Source) -> None:
@@ -211,12 +245,27 @@ class Collector:
 _ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def _looks(tensor: torch.Tensor, kind: str) -> tuple[object, ...] | None:
-    """All that the spec of an ordinary tensor depends on; ``None`` for any other."""
-    if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided or tensor.is_nested:
+_PROPERTIES = attrgetter("dtype", "shape", "is_cpu")
+_METHODS = (
+    torch.Tensor.stride,
+    torch.Tensor.is_conj,
+    torch.Tensor.is_neg,
+    torch.Tensor.data_ptr,
+)
+
+
+def _looks(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...] | None:
+    """All that specs and aliases of tensors depend on, a column for each property, addresses
+    last; ``None`` where one of them is no ordinary strided tensor.
+    """
+    types = list(map(type, tensors))
+    if not _ORDINARY.issuperset(types):
         return None
-    bits = tensor.is_conj(), tensor.is_neg()
-    return kind, type(tensor), tensor.dtype, tensor.is_cpu, tensor.shape, tensor.stride(), bits
+    try:
+        columns = [list(map(method, tensors)) for method in _METHODS]
+        return types, list(map(_PROPERTIES, tensors)), *columns
+    except (RuntimeError, NotImplementedError):
+        return None  # sparse, nested or without memory
 
 
 def _spec(key: str, alias: torch.Tensor, kind: str) -> Spec:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from asymcheck.device.inplace import Bind, put_back
-from asymcheck.device.items import Finish, Params, Restoring
-from asymcheck.device.leaves import Collector, Places
+from asymcheck.device.items import Finish, Params, Restoring, members
+from asymcheck.device.leaves import Collector, Known, Places
 from asymcheck.device.matching import Matching
 from asymcheck.device.naming import escape
 from asymcheck.device.tree import Decoder, Encoder, Json
@@ -17,11 +17,21 @@ from asymcheck.errors import StateError
 
 
 class _Latest(NamedTuple):
-    """The state of an optimizer at the latest save, where all of it was plain tensors."""
+    """What an optimizer was like at the latest save.
+
+    Attributes:
+        members: Of its state: parameter, type and names of the entries.
+        known: Its tensors; ``None`` where there was anything else.
+        state: Its state as JSON members.
+        groups: Names and shapes of each group's parameters.
+        heads: The same as JSON members.
+    """
 
     members: list[tuple[str | None, type, tuple[Any, ...]]]
-    keys: list[str]
-    state: dict[str, Json]
+    known: Known | None
+    state: str
+    groups: list[tuple[list[str], list[torch.Size]]]
+    heads: list[str]
 
 
 class OptimizerItem:
@@ -35,7 +45,7 @@ class OptimizerItem:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self._latest = _Latest([], [], {})
+        self._latest = _Latest([], None, "", [], [])
 
     def _names(self, params: Params) -> dict[int, str]:
         """Name of each parameter in a group: its module's, or its place."""
@@ -45,24 +55,24 @@ class OptimizerItem:
             for i, p in enumerate(group["params"])
         }
 
-    def collect(
-        self, name: str, collector: Collector, encoder: Encoder, params: Params
-    ) -> dict[str, Json]:
+    def collect(self, name: str, collector: Collector, encoder: Encoder, params: Params) -> str:
         """See ``Item``."""
         own = self._names(params)
-        path = escape(name)
-        groups = []
-        for g, group in enumerate(self.optimizer.param_groups):
+        latest, path = self._latest, escape(name)
+        groups = [
+            ([own[id(p)] for p in group["params"]], [p.shape for p in group["params"]])
+            for group in self.optimizer.param_groups
+        ]
+        heads = latest.heads
+        if groups != latest.groups:
+            heads = [members(params=names, shapes=shapes) for names, shapes in groups]
+        rows = []
+        for g, (head, group) in enumerate(zip(heads, self.optimizer.param_groups, strict=True)):
             options = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
-            groups.append(
-                {
-                    "params": [own[id(p)] for p in group["params"]],
-                    "shapes": [list(p.shape) for p in group["params"]],
-                    "options": encoder.encode(options, f"{path}/groups/{g}"),
-                }
-            )
+            encoded = members(options=encoder.encode(options, f"{path}/groups/{g}"))
+            rows.append(f"{{{head},{encoded}}}")
         entries: Mapping[Any, Any] = self.optimizer.state
-        members = [
+        found = [
             (
                 own.get(id(p)) or params.names.get(id(p)),
                 type(s),
@@ -70,21 +80,20 @@ class OptimizerItem:
             )
             for p, s in entries.items()
         ]
-        if members == self._latest.members:
-            tensors = [t for s in entries.values() for t in s.values()]
-            if collector.add_known(self._latest.keys, tensors):
-                return {"groups": groups, "state": self._latest.state, "other": []}
-        state, other = self._encode_state(name, own, collector, encoder, params)
-        keys = [
-            leaf["$leaf"]
-            for names in state.values()
-            if type(names) is dict
-            for leaf in names.values()
-            if type(leaf) is dict and list(leaf) == ["$leaf"]
-        ]
-        plain = not other and len(keys) == sum(len(names) for _, _, names in members)
-        self._latest = _Latest(members, keys, state) if plain else _Latest([], [], {})
-        return {"groups": groups, "state": state, "other": other}
+        known, state = None, latest.state
+        if found == latest.members:
+            known = latest.known
+            tensors = [] if known is None else [t for s in entries.values() for t in s.values()]
+            if not collector.add_known(known, tensors):
+                known = None
+        if known is None:
+            first = len(collector.sources)
+            encoded_state, other = self._encode_state(name, own, collector, encoder, params)
+            state = members(state=encoded_state, other=other)
+            if not other:
+                known = _learn(collector, first, encoded_state, entries)
+        self._latest = _Latest(found, known, state, groups, heads)
+        return f'"groups":[{",".join(rows)}],{state}'
 
     def _encode_state(
         self,
@@ -169,6 +178,22 @@ class OptimizerItem:
                 group.update(found | kept)
 
         return finish
+
+
+def _learn(
+    collector: Collector, first: int, encoded: Mapping[str, Json], entries: Mapping[Any, Any]
+) -> Known | None:
+    """What the next save may use, where every entry is a tensor and nothing but its leaf."""
+    leaves: list[Json] = []
+    tensors: list[Any] = []
+    for row, entry in zip(encoded.values(), entries.values(), strict=True):
+        if type(entry) is not dict or type(row) is not dict or row.keys() != entry.keys():
+            return None
+        leaves += row.values()
+        tensors += entry.values()
+    if not all(type(leaf) is dict and list(leaf) == ["$leaf"] for leaf in leaves):
+        return None
+    return collector.learn(first, [leaf["$leaf"] for leaf in leaves], tensors)
 
 
 _NOT_OPTIONS = ("params", "param_names")

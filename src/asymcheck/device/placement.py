@@ -46,6 +46,24 @@ class Placement:
         return tuple(i for i, s in enumerate(self.specs) if not (s.lazy or s.plain))
 
     @cached_property
+    def plain_eager(self) -> tuple[tuple[int, int, int], ...]:
+        """Of each eager leaf that is memory as it is: position, offset in the image, size."""
+        rows = enumerate(zip(self.specs, self.extents, strict=True))
+        return tuple(
+            (i, e.start, s.nbytes) for i, (s, e) in rows if s.plain and not s.lazy and s.nbytes
+        )
+
+    @cached_property
+    def gaps(self) -> tuple[Extent, ...]:
+        """What of the image up to its last leaf belongs to none."""
+        found, at = [], 0
+        for extent in self.extents:
+            if extent.nbytes and extent.start > at:
+                found.append(Extent(at, extent.start))
+            at = max(at, extent.stop)
+        return tuple(found)
+
+    @cached_property
     def eager_bytes(self) -> int:
         """Bytes that are copied at the boundary."""
         return sum(s.nbytes for s in self.specs if not s.lazy)

@@ -63,20 +63,15 @@ def copy_eager(placed: Placed, image: memoryview, *, everything: bool = False) -
         everything: Whether to copy the lazy leaves too.
     """
     into = np.frombuffer(image, np.uint8)
-    base = into.ctypes.data
-    at = 0
-    for source, (start, stop) in zip(placed.sources, placed.at.extents, strict=True):
-        if stop == start:
-            continue
-        if start > at:
-            into[at:start] = 0
-        at = stop
-        spec, array, deferred = source
-        if everything or not (spec.lazy or deferred):
-            if spec.plain:
-                memmove(base + start, _address(array), spec.nbytes)
-            else:
-                source.copy_out(into[start:stop])
+    base, sources, extents = into.ctypes.data, placed.sources, placed.at.extents
+    for start, stop in placed.at.gaps:
+        into[start:stop] = 0
+    for i, start, nbytes in placed.at.plain_eager:
+        memmove(base + start, _address(sources[i].array), nbytes)
+    slowly = [i for i in placed.at.elsewhere if not sources[i].deferred]
+    for i in (*slowly, *placed.at.lazy) if everything else slowly:
+        if extents[i].nbytes:
+            sources[i].copy_out(into[extents[i].start : extents[i].stop])
 
 
 def gather(placed: Placed, extent: Extent) -> memoryview:

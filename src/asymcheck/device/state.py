@@ -33,8 +33,9 @@ from asymcheck.device.items import (
     StatefulItem,
     TensorItem,
     ValueItem,
+    members,
 )
-from asymcheck.device.leaves import Collector, Known, Places, check_size
+from asymcheck.device.leaves import Collector, Places, check_size
 from asymcheck.device.matching import Matching
 from asymcheck.device.naming import canonical_names, escape
 from asymcheck.device.optimizer import OptimizerItem
@@ -102,7 +103,6 @@ class State:
         if not items:
             raise StateError("", "expected at least one object to save, found none")
         self._items = {name: _classify(name, value) for name, value in items.items()}
-        self._known: Known = {}
         seen: dict[int, str] = {}
         for name, value in items.items():
             first = seen.setdefault(id(value), name)
@@ -126,18 +126,16 @@ class State:
             StateError: Something cannot be saved; names its path.
             CaptureError: A ``state_dict()`` raised.
         """
-        collector = Collector(self._known)
+        collector = Collector()
         encoder = Encoder(collector.add)
         params = self._params()
-        items = {
-            name: {"kind": item.kind, **item.collect(name, collector, encoder, params)}
+        items = [
+            f'{json.dumps(name)}:{{"kind":"{item.kind}",'
+            f"{item.collect(name, collector, encoder, params)}}}"
             for name, item in self._items.items()
-        }
-        tree = {"items": items, "rng": encoder.encode(rng.get_states(), _RNG)}
-        self._known = collector.known
-        self._known = collector.known
-        self._known = collector.known
-        collector.add_tree(json.dumps(tree, separators=(",", ":"), allow_nan=False).encode())
+        ]
+        generators = members(rng=encoder.encode(rng.get_states(), _RNG))
+        collector.add_tree(f'{{"items":{{{",".join(items)}}},{generators}}}'.encode())
         return collector
 
     def plan(self, index: Index, text: bytes, *, strict: bool, cast: bool) -> RestorePlan:
