@@ -613,6 +613,18 @@ def test_other_traffic_shortens_the_idle_time_of_its_windows(monkeypatch):
     assert [w.collective_s for w in profiler.windows()] == [0.0, 0.0, 0.0, 1.5, 4.0]
 
 
+def test_the_bandwidth_is_that_of_copies_without_other_traffic_once_there_were_any(monkeypatch):
+    clock = Ticks(monkeypatch)
+    model = timed_model(clock)
+    profiler = Profiler([model])
+    timed_step(profiler, model, clock, copy_s=8.0)
+    profiler.add_collective(clock.now - 16.5, clock.now)
+    timed_step(profiler, model, clock, copy_s=2.0)
+    assert profiler.copy_bytes_per_s == 1000 / 8.0
+    profiler.begin_step()
+    assert profiler.copy_bytes_per_s == 1000 / 2.0
+
+
 def test_the_blocks_are_the_children_of_the_lists_that_hold_most_parameters():
     tower = Tower()
     assert find_blocks(tower) == list(tower.blocks)

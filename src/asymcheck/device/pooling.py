@@ -120,11 +120,11 @@ class Pooling:
             copies: Start and stop of each stretch of copying; may exceed the step.
             collectives: Of other traffic.
         """
-        copied = _overlaps(edges, copies)
+        copied = overlaps(edges, copies)
         if not self._is_usual(row, edges[-1] - edges[0], any(copied)):
             return
         spans = [max(0.0, b - a) for a, b in pairwise(edges)]
-        others = _overlaps(edges, collectives)
+        others = overlaps(edges, collectives)
         for code, one, span, copied_s, other_s in zip(
             row, self._measured, spans, copied, others, strict=True
         ):
@@ -180,7 +180,7 @@ class Pooling:
         return True
 
 
-def _overlaps(edges: Sequence[float], stretches: Iterable[tuple[float, float]]) -> list[float]:
+def overlaps(edges: Sequence[float], stretches: Iterable[tuple[float, float]]) -> list[float]:
     """For how long of each window, between two edges, the stretches run."""
     found = [0.0] * (len(edges) - 1)
     for start, stop in stretches:

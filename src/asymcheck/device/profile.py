@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from asymcheck.device.blocks import find_blocks
-from asymcheck.device.pooling import KEPT, Pair, Pooling
+from asymcheck.device.pooling import KEPT, Pair, Pooling, overlaps
 from asymcheck.planning.windows import Window
 
 Instant: TypeAlias = "float | torch.cuda.Event"
@@ -33,6 +33,7 @@ Instant: TypeAlias = "float | torch.cuda.Event"
 
 _TENSORS = 16  # of one output that are looked at
 _DEPTH = 4  # of containers in an output
+_HARDLY = 0.1  # of a stretch of copying that other traffic may take for it to be alone
 _PENDING = 4  # steps whose events are waited for; others are left out meanwhile
 
 
@@ -241,6 +242,7 @@ class Profiler:
         self._pooling = Pooling()
         self._lengths: deque[float] = deque(maxlen=KEPT)
         self._copied: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._copied_alone: deque[tuple[int, float]] = deque(maxlen=KEPT)
         self._handles = _attach(weakref.ref(self), self._modules)
 
     def begin_step(self) -> None:
@@ -324,9 +326,12 @@ class Profiler:
 
     @property
     def copy_bytes_per_s(self) -> float:
-        """Bandwidth of the latest copies; 0 while nothing is known."""
-        seconds = sum(s for _, s in self._copied)
-        return sum(n for n, _ in self._copied) / seconds if seconds else 0.0
+        """Bandwidth of the latest copies, of those without other traffic if there were any; 0
+        while nothing is known.
+        """
+        latest = self._copied_alone or self._copied
+        seconds = sum(s for _, s in latest)
+        return sum(n for n, _ in latest) / seconds if seconds else 0.0
 
     def take_pairs(self) -> list[Pair]:
         """The pairs since the last call, each for ``planning.contention``."""
@@ -368,8 +373,14 @@ class Profiler:
             row, count = tuple(code for code, _ in step.marks), len(copies)
             self._pooling.add(row, edges, spans[:count], spans[count:])
             if copies:
-                copied_s = sum(stop - start for start, stop in spans[:count])
-                self._copied.append((sum(nbytes for *_, nbytes in copies), copied_s))
+                moved = [
+                    (nbytes, stop - start, sum(overlaps((start, stop), spans[count:])))
+                    for (*_, nbytes), (start, stop) in zip(copies, spans, strict=False)
+                ]
+                self._copied.append((sum(n for n, _, _ in moved), sum(s for _, s, _ in moved)))
+                alone = [(n, s) for n, s, other_s in moved if other_s <= _HARDLY * s]
+                if alone:
+                    self._copied_alone.append((sum(n for n, _ in alone), sum(s for _, s in alone)))
 
 
 def _attach(
