@@ -158,7 +158,7 @@ def what_bounded(trace: Trace) -> str:
     found = shares(trace)
     longest = max(found, key=lambda share: share.seconds)
     whole_s = trace.report.durable_s
-    rest = ", ".join(
+    rest = "; ".join(
         f"{1000 * s.seconds:.1f} ms {s.why}"
         for s in found
         if s is not longest and s.seconds >= 0.01 * whole_s

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import functools
 import json
-import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +55,7 @@ PARTITIONERS: Mapping[str, Partitioner] = {
 """Every partitioner of the library, by the name that a trace gives it."""
 
 _VERSION = 1
-_HEAD = b'{"asymcheck_trace": '
+_HEAD = b'{"asymcheck_trace":'
 _KEPT = 64  # steps whose spans wait for their checkpoint to become durable
 _TAIL_BYTES = 1 << 22
 _DIGITS = 7
@@ -477,7 +476,7 @@ def _plain(value: Any, kind: type) -> Any:  # noqa: ANN401
     else:
         is_number = isinstance(value, int | (float if kind is float else int))
         fits = is_number and not isinstance(value, bool)
-        fits = fits and math.isfinite(value) and abs(value) < _MOST
+        fits = fits and -_MOST < value < _MOST
     if not fits:
         raise TypeError(f"expected {kind.__name__}, found {value!r:.40}")
     return value
