@@ -129,7 +129,7 @@ def _print_picture(trace: Trace) -> None:
     show_line(_axis(whole_s))
     for lane in drawn:
         _show_text(_lane_text(lane, whole_s))
-    mark = min(_WIDTH - 1, int(_WIDTH * report.durable_s / whole_s))
+    mark = min(_WIDTH - 1, round(_WIDTH * report.durable_s / whole_s))
     show_line(" " * (_NAME_WIDTH + mark) + "^ durable")
     kinds = [kind for kind in KINDS if any(b.kind == kind for lane in drawn for b in lane.bars)]
     show_line("; ".join(f"{'/'.join(dict.fromkeys(_SIGNS[k][0]))} {KINDS[k]}" for k in kinds))
@@ -140,7 +140,7 @@ def _axis(whole_s: float) -> str:
     row = [" "] * (_NAME_WIDTH + _WIDTH + 8)
     row[:_NAME_WIDTH] = "ms".ljust(_NAME_WIDTH)
     for at_s in ticks(whole_s):
-        start = _NAME_WIDTH + int(_WIDTH * at_s / whole_s)
+        start = _NAME_WIDTH + round(_WIDTH * at_s / whole_s)
         text = f"|{1000 * at_s:g}"
         row[start : start + len(text)] = text
     return "".join(row).rstrip()
@@ -158,7 +158,7 @@ def _lane_text(lane: Lane, whole_s: float) -> Text:
     cells, styles = [" "] * _WIDTH, [""] * _WIDTH
     for i, bar in enumerate(lane.bars):
         signs, style = _SIGNS[bar.kind]
-        start = min(_WIDTH - 1, max(0, int(_WIDTH * bar.start_s / whole_s)))
+        start = min(_WIDTH - 1, max(0, round(_WIDTH * bar.start_s / whole_s)))
         stop = min(_WIDTH, max(start + 1, round(_WIDTH * bar.stop_s / whole_s)))
         cells[start:stop] = signs[i % 2] * (stop - start)
         styles[start:stop] = [style] * (stop - start)

@@ -146,9 +146,9 @@ def _covered_s(spans: Iterable[TracedSpan], low_s: float, high_s: float) -> floa
     """For how long at least one of them runs, between two times."""
     total_s, until_s = 0.0, low_s
     for span in spans:
-        stop_s = min(span.stop_s, high_s)
-        if stop_s > until_s:
-            total_s += stop_s - max(until_s, span.start_s)
+        start_s, stop_s = max(span.start_s, until_s), min(span.stop_s, high_s)
+        if stop_s > start_s:
+            total_s += stop_s - start_s
             until_s = stop_s
     return total_s
 
