@@ -229,6 +229,69 @@ def bench(
 
 
 @app.command()
+def engine(
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Of stall,durable,ablation,link, commas between [default: all]"),
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option("--dir", help="Checkpoints go below it: on the medium to measure")
+    ] = Path("runs/engine"),
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            help="Gets a JSON line for each run [default: results/engine.jsonl; with --quick "
+            "below --dir]"
+        ),
+    ] = None,
+    docs: Annotated[
+        Path | None, typer.Option(help="A page to write the tables into, between its markers")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few cases and checkpoints; for a first look")
+    ] = False,
+    report_only: Annotated[
+        bool, typer.Option("--report", help="Run nothing: show the newest session of --results")
+    ] = False,
+) -> None:
+    """Hold the engine to its bounds: stall, time to durable, what each part is for."""
+    with _readable_errors():
+        from asymcheck_lab.bench import newest_session
+        from asymcheck_lab.bench_report import write_into
+        from asymcheck_lab.engine_bench import TASKS, EngineOptions, read_engine, run_engine
+        from asymcheck_lab.engine_report import render
+
+        if docs is not None and quick:
+            raise UsageError("docs: expected none with --quick, found one")
+        chosen = TASKS if tasks is None else tuple(name.strip() for name in tasks.split(","))
+        published = Path("results/engine.jsonl")
+        options = EngineOptions(
+            tasks=chosen,
+            quick=quick,
+            folder=folder,
+            results=results or (folder / "trial.jsonl" if quick else published),
+        )
+        if report_only:
+            records = newest_session(read_engine(options.results))
+        else:
+            records = run_engine(options, lambda line: typer.echo(line, err=True))
+        text = render(records)
+        typer.echo(text)
+        if docs is not None:
+            write_into(docs, text)
+        if any(record.get("error") for record in records):
+            raise typer.Exit(1)
+
+
+@app.command("simulate")
+def simulate_table() -> None:
+    """What a checkpoint costs a step under each policy of the fluid model; measures nothing."""
+    from asymcheck_lab.simulate import render, table
+
+    typer.echo(render(table()))
+
+
+@app.command()
 def codecs(
     state: Annotated[
         Path, typer.Option(help="Keeps the trained state (1 GB); trained when it is not there")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from asymcheck.device import pacing as pacing_module
 from asymcheck.device.pacing import Pace, Pacing
 from asymcheck.planning.adaptive import Adaptive
 from asymcheck.planning.layout import MiB
@@ -28,7 +29,7 @@ from asymcheck_lab.record import median
 from asymcheck_lab.simulate import Load, PolicyName, Slot, simulate
 
 if TYPE_CHECKING:
-    from asymcheck_lab.engine_run import EngineSpec
+    from asymcheck_lab.engine_spec import EngineSpec
 
 PARTITIONERS: dict[str, tuple[Partitioner, PolicyName]] = {
     "free-running": (Whole(), "free"),
@@ -43,8 +44,9 @@ LAYERS = 6
 COMM_RATIO = 0.6
 PIECE_BYTES = MiB
 _PLAIN_FIRST = 4
-_SETTLED = 6
-"""Pairs of a step with a copy and one without, before the counted ones: κ is learned in them."""
+_SETTLED, _LEARNED = 3, 8
+"""Pairs of a step with a copy and one without, before the counted ones: plans need windows and
+bandwidth, the adaptive one needs κ too."""
 
 
 def load_of(state_bytes: int, step_s: float, *, shared: bool) -> Load:
@@ -62,13 +64,22 @@ class Link:
         self._free_s = 0.0
         self._lock = threading.Lock()
 
+    def reserve(self, nbytes: int) -> tuple[float, float]:
+        """When the link is ours for so many bytes: from and until, on ``perf_counter``'s clock."""
+        with self._lock:
+            begin_s = max(self._free_s, perf_counter())
+            self._free_s = begin_s + nbytes / self._bytes_per_s
+            return begin_s, self._free_s
+
     def move(self, nbytes: int) -> None:
         """Hold the link for so many bytes; blocks until they have passed."""
-        with self._lock:
-            self._free_s = max(self._free_s, perf_counter()) + nbytes / self._bytes_per_s
-            done_s = self._free_s
-        while (left_s := done_s - perf_counter()) > 0.0:
-            sleep(left_s)
+        sleep_until(self.reserve(nbytes)[1])
+
+
+def sleep_until(at_s: float) -> None:
+    """Block until then, on ``perf_counter``'s clock."""
+    while (left_s := at_s - perf_counter()) > 0.0:
+        sleep(left_s)
 
 
 class Network:
@@ -111,20 +122,28 @@ class Network:
 
 
 class LinkedPace:
-    """A pace whose pieces hold a link, once they may go."""
+    """A pace whose pieces hold a link, once they may go: each is copied while it holds it."""
 
     def __init__(self, pace: Pace, link: Link) -> None:
         self._pace, self._link = pace, link
+        self._held_until_s = 0.0
         self.piece_bytes = min(PIECE_BYTES, pace.piece_bytes)
-        self.let_go, self.done = pace.let_go, pace.done
+        self.let_go = pace.let_go
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  whatever a pace has
         return getattr(self._pace, name)
 
     def wait(self, nbytes: int) -> None:
         """See ``Pace``."""
+        sleep_until(self._held_until_s)
         self._pace.wait(nbytes)
-        self._link.move(nbytes)
+        begin_s, self._held_until_s = self._link.reserve(nbytes)
+        sleep_until(begin_s)
+
+    def done(self) -> None:
+        """See ``Pace``."""
+        sleep_until(self._held_until_s)
+        self._pace.done()
 
 
 def lay_over(pacing: Pacing, link: Link) -> None:
@@ -167,22 +186,21 @@ def measure_link(spec: EngineSpec) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Synthetic(spec.state_bytes, [work_of(i) for i in range(LAYERS)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    clocked = Clocked(model, optimizer, Strategy(partitioner=partitioner), spec.root, 2)
+    clocked = Clocked(model, optimizer, Strategy(partitioner=partitioner), spec.root)
     lay_over(clocked.pacing, copies)
+    # A training saves at every tenth step or less often, and measures a step before each save.
+    setattr(pacing_module, "_SELDOM", 1)  # noqa: B010
     network = Network(traffic, clocked.pacing.collective)
     for _ in range(_PLAIN_FIRST):
-        clocked.number = 0
-        clocked.cycle(model.forward_and_backward)
-    clocked.number = 0
+        clocked.cycle(model.forward_and_backward, save=False)
     with_s: list[float] = []
     without_s: list[float] = []
-    for number in range(_SETTLED + spec.checkpoints):
-        plain = clocked.cycle(model.forward_and_backward)
+    settled = _LEARNED if spec.case == "adaptive" else _SETTLED
+    for number in range(settled + spec.checkpoints):
+        plain = clocked.cycle(model.forward_and_backward, save=False)
+        copied = clocked.cycle(model.forward_and_backward, save=True)
         clocked.settle()
-        copied = clocked.cycle(model.forward_and_backward)
-        assert plain.handle is None
-        assert copied.handle is not None
-        if number >= _SETTLED:
+        if number >= settled:
             without_s.append(plain.window_s + plain.fence_s)
             with_s.append(copied.window_s + copied.fence_s)
     clocked.settle()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,54 +24,15 @@ from asymcheck.device.pacing import Pacing
 from asymcheck.handles import Handle
 from asymcheck.planning.strategies import Strategy, resolve
 from asymcheck_lab.bench_run import CpuClock
+from asymcheck_lab.engine_spec import EngineSpec
 from asymcheck_lab.errors import RunError
 from asymcheck_lab.record import median
 
-Task = Literal["stall", "durable", "ablation", "link"]
 _SETTLED = 4
 """Checkpoints before the counted ones: the first makes memory, the next two measure codecs."""
 _LIMIT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
-    """One run.
-
-    Attributes:
-        task: Which benchmark.
-        case: What is varied: a regime, a strategy or a partitioner.
-        store: ``disk``, or megabytes a second.
-        checkpoints: Counted ones.
-        state_bytes: Parameters and two moments; of the synthetic models.
-        cores: The process and all that it starts stay on them.
-        folder: Checkpoints go below it; empty.
-        latency_s: Of each write to a store that is held to a rate.
-        every: Steps between two checkpoints; of the language model.
-        size: Of the language model.
-        shared: Whether copy and collectives use one link.
-        step_s: Computation of forward and backward; of the model with a link.
-    """
-
-    task: Task
-    case: str
-    store: str
-    checkpoints: int
-    cores: tuple[int, ...]
-    folder: str
-    state_bytes: int = 0
-    latency_s: float = 0.0
-    every: int = 0
-    size: str = "demo"
-    shared: bool = False
-    step_s: float = 0.0
-
-    @property
-    def root(self) -> str:
-        """Of the checkpoints, as a path or a URL."""
-        if self.store == "disk":
-            return self.folder
-        rate = float(self.store) * 1e6
-        return f"throttled+file://{self.folder}?bytes_per_s={rate}&latency_s={self.latency_s}"
+_NEVER = 1 << 40
+"""Steps between two saves that nobody asks for."""
 
 
 class Clocked:
@@ -82,7 +43,6 @@ class Clocked:
         optimizer: Of the model.
         strategy: ``None`` for no checkpoints at all.
         root: Where to.
-        every: Steps between two checkpoints.
     """
 
     def __init__(
@@ -91,10 +51,8 @@ class Clocked:
         optimizer: torch.optim.Optimizer,
         strategy: Strategy | None,
         root: str,
-        every: int,
     ) -> None:
         self.optimizer = optimizer
-        self._every = every
         self._hook_s = [0.0, 0.0]
         # Hooks run in the order in which they were registered: the fence lies between these.
         register_optimizer_step_pre_hook(lambda *_: self._note(0))
@@ -102,7 +60,7 @@ class Clocked:
         if strategy is not None:
             self.checkpointer = Checkpointer(
                 root, state={"model": model, "optim": optimizer}, strategy=strategy,
-                every_steps=every, keep_last=2,
+                every_steps=_NEVER, keep_last=2,
             )  # fmt: skip
             self.checkpointer.restore()
         register_optimizer_step_pre_hook(lambda *_: self._note(1))
@@ -119,34 +77,25 @@ class Clocked:
         assert snapshotter._pacing is not None
         return snapshotter._pacing
 
-    @property
-    def due(self) -> bool:
-        """Whether the next boundary saves."""
-        return self.number % self._every == 0
-
-    def boundary(self) -> tuple[Handle | None, float, float]:
-        """Tell that an update is done; returns the handle, when that began and how long it took."""
-        begin_s = perf_counter()
-        handle = None
-        if self.checkpointer is not None:
-            handle = self.checkpointer.step(self.number)
-        return handle, begin_s, perf_counter() - begin_s
-
     def settle(self) -> None:
         """Wait until all is durable."""
         if self.checkpointer is not None:
             self.checkpointer.wait(_LIMIT_S)
 
-    def cycle(self, forward_and_backward: Callable[[], None]) -> Cycle:
-        """From one boundary through the next update."""
+    def cycle(self, forward_and_backward: Callable[[], None], *, save: bool) -> Cycle:
+        """From one boundary, which saves or not, through the next update."""
         self.number += 1
-        handle, begin_s, step_s = self.boundary()
+        begin_s = perf_counter()
+        handle = None
+        if self.checkpointer is not None:
+            call = self.checkpointer.save if save else self.checkpointer.step
+            handle = call(self.number)
         open_s = perf_counter()
         forward_and_backward()
         self.optimizer.step()
         fence_begin_s, fence_end_s = self._hook_s
         return Cycle(
-            handle, step_s, fence_begin_s - open_s, fence_end_s - fence_begin_s,
+            handle, open_s - begin_s, fence_begin_s - open_s, fence_end_s - fence_begin_s,
             fence_end_s - begin_s,
         )  # fmt: skip
 
@@ -287,28 +236,28 @@ _REGIMES = {"long": 2.0, "short": 0.35}
 """W by R/B that is aimed at; what it turned out to be is in the record."""
 
 
-def _synthetic(spec: EngineSpec, every: int) -> tuple[Clocked, Synthetic, Burner]:
+def _synthetic(spec: EngineSpec) -> tuple[Clocked, Synthetic, Burner]:
     torch.manual_seed(0)
     burner = Burner()
     model = Synthetic(spec.state_bytes, [burner] * _LAYERS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    return Clocked(model, optimizer, resolve("asymcheck"), spec.root, every), model, burner
+    return Clocked(model, optimizer, resolve("asymcheck"), spec.root), model, burner
 
 
 def measure_stall(spec: EngineSpec) -> dict[str, Any]:
     """What the loop waits for, with a window of the regime's length behind each copy."""
-    clocked, model, burner = _synthetic(spec, 2)
+    clocked, model, burner = _synthetic(spec)
     burner.set(0.1, _LAYERS)
     cycles: list[Cycle] = []
     plain_s: list[float] = []
     bandwidths: list[float] = []
-    for number in range(2 * (2 * _SETTLED + spec.checkpoints) + 1):
+    for number in range(2 * (2 * _SETTLED + spec.checkpoints)):
         clocked.settle()
         if number == 2 * _SETTLED:
             lazy_bytes = spec.state_bytes
             burner.set(_REGIMES[spec.case] * lazy_bytes / clocked.pacing.copy_bytes_per_s, _LAYERS)
-        cycle = clocked.cycle(model.forward_and_backward)
-        if number > 4 * _SETTLED:
+        cycle = clocked.cycle(model.forward_and_backward, save=number % 2 == 1)
+        if number >= 4 * _SETTLED:
             if cycle.handle is None:
                 plain_s.append(cycle.window_s)
                 bandwidths.append(clocked.pacing.copy_bytes_per_s)
@@ -327,19 +276,15 @@ def measure_stall(spec: EngineSpec) -> dict[str, Any]:
 
 def measure_durable(spec: EngineSpec) -> dict[str, Any]:
     """From a boundary to the commit, with training going on all the time."""
-    clocked, model, burner = _synthetic(spec, 1 << 30)
+    clocked, model, burner = _synthetic(spec)
     burner.set(0.25, _LAYERS)
     rows = []
-    assert clocked.checkpointer is not None
     for number in range(_SETTLED + spec.checkpoints):
-        clocked.number = number * (1 << 30) - 1
-        cycle = clocked.cycle(model.forward_and_backward)
-        clocked.number = 0
+        cycle = clocked.cycle(model.forward_and_backward, save=True)
         assert cycle.handle is not None
         until_s = perf_counter() + _LIMIT_S
         while not cycle.handle.durable.done():
-            model.forward_and_backward()
-            clocked.optimizer.step()
+            clocked.cycle(model.forward_and_backward, save=False)
             if perf_counter() > until_s:
                 raise RunError(f"checkpoint {number}: not durable after {_LIMIT_S:.0f} s")
         if number >= _SETTLED:
@@ -364,18 +309,18 @@ def measure_ablation(spec: EngineSpec) -> dict[str, Any]:
         family.loss(model, *vary(next(loader))).backward()
 
     strategy = None if spec.case == "none" else resolve(spec.case)
-    clocked = Clocked(model, optimizer, strategy, spec.root, spec.every)
-    forward_and_backward()
-    optimizer.step()
-    for _ in range(_SETTLED * spec.every - 1):
-        clocked.cycle(forward_and_backward)
+    clocked = Clocked(model, optimizer, strategy, spec.root)
+    for number in range(_SETTLED * spec.every):
+        save = strategy is not None and number > 0 and number % spec.every == 0
+        clocked.cycle(forward_and_backward, save=save)
     clocked.settle()
     cycles: list[Cycle] = []
     owed_s: list[float] = []
     cpu, begin_s = CpuClock.now(), perf_counter()
-    for _ in range(spec.checkpoints * spec.every):
-        cycle = clocked.cycle(forward_and_backward)
-        if cycle.handle is not None:
+    for number in range(spec.checkpoints * spec.every):
+        save = strategy is not None and number % spec.every == 0
+        cycle = clocked.cycle(forward_and_backward, save=save)
+        if save:
             cycles.append(cycle)
             owed_s.append(0.0)
         if owed_s:

@@ -273,3 +273,21 @@ def table(loads: Sequence[Load] = LOADS) -> list[Row]:
         Row(load, {policy: simulate(load, policy).overhead for policy in POLICIES})
         for load in loads
     ]
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The rows as Markdown; overheads in percent of a step."""
+    lines = [
+        "| R, GB | B, GB/s | g/c | shared link | " + " | ".join(POLICIES) + " |",
+        "| ---: | ---: | ---: | --- |" + " ---: |" * len(POLICIES),
+    ]
+    for load, overheads in rows:
+        cells = [
+            f"{load.lazy_bytes / GB:g}",
+            f"{load.bandwidth_bytes_per_s / GB:g}",
+            f"{load.comm_ratio:g}",
+            "yes" if load.shared else "no",
+            *(f"{100 * overheads[policy]:.1f}" for policy in POLICIES),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
