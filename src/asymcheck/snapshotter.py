@@ -261,7 +261,9 @@ class Snapshotter:
     def _begin(self, described: Capture, placed: Placed, slot: Slot) -> _Active:
         step, blocking = described.at.step, self._blocking
         lazy = placed.at.lazy_bytes > 0
-        waits = not blocking and (lazy or any(placed.sources[i].deferred for i in placed.at.elsewhere))
+        waits = not blocking and (
+            lazy or any(placed.sources[i].deferred for i in placed.at.elsewhere)
+        )
         try:
             with timed(self._sink, Stage.CAPTURE, step, placed.at.eager_bytes):
                 copy_eager(placed, slot.image, everything=blocking)
