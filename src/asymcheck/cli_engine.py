@@ -307,6 +307,13 @@ def plan(trace: TraceFile, step: Step = None, as_json: Json = False) -> None:
     others = alternatives(found)
     if as_json:
         print_json(trace=str(trace), **_compared(found, others))
+    elif not others:
+        why = "nothing was planned" if found.decision is None else "nothing was measured yet"
+        show_line(
+            f"step {found.step} of attempt {found.report.attempt}: {why} when its copy began, so "
+            f"there is nothing to compare: choose a later step of a run with a partitioner and "
+            f"leaves from 64 KiB up"
+        )
     else:
         _print_plans(found, others)
 
@@ -317,7 +324,7 @@ def _compared(trace: Trace, found: Sequence[Alternative]) -> dict[str, Any]:
         "attempt": trace.report.attempt,
         "lazy_bytes": trace.lazy_bytes,
         "copy_bytes_per_s": trace.copy_bytes_per_s,
-        "windows": [asdict(window) for window in found[0].decision.plan.windows],
+        "windows": [asdict(w) for one in found[:1] for w in one.decision.plan.windows],
         "partitioners": {
             one.name: {
                 "used": one.used,

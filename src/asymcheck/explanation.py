@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from asymcheck.errors import NoCheckpoint
 from asymcheck.events import Stage
 from asymcheck.planning.adaptive import Decision, decide
 from asymcheck.planning.contention import PHASES
@@ -206,19 +205,12 @@ class Alternative(NamedTuple):
 
 
 def alternatives(trace: Trace) -> list[Alternative]:
-    """Every partitioner of the library, and a foreign one that was used.
-
-    Raises:
-        NoCheckpoint: Nothing was measured when its copy was planned.
+    """Every partitioner of the library, and a foreign one that was used; none where nothing was
+    planned, or nothing measured by then.
     """
     recorded, bandwidth = trace.decision, trace.copy_bytes_per_s
     if recorded is None or not recorded.plan.windows or not bandwidth >= 1.0:
-        why = "no plan" if recorded is None else "nothing measured"
-        raise NoCheckpoint(
-            f"step {trace.step}: expected the windows of a step and the bandwidth of the copy, "
-            f"found {why} when this copy was planned; choose a later step of a run with a "
-            f"partitioner"
-        )
+        return []
     measured, r = recorded.plan.windows, trace.lazy_bytes
     made = {
         name: decide(partitioner, r, measured, bandwidth, trace.contention)

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from asymcheck import Checkpointer
+from asymcheck.tracing import read_trace
 from asymcheck_lab import demo
 from asymcheck_lab.cli import app
 from asymcheck_lab.errors import RunError
@@ -44,6 +45,8 @@ def test_a_training_killed_in_the_middle_of_a_save_resumes_bit_for_bit(tmp_path:
     with Checkpointer(cut / "checkpoints", state={"x": {}}, read_only=True) as reader:
         assert reader.steps() == [4, 6, 8]
 
+    assert [t.step for t in read_trace(whole / "trace.jsonl")] == [2, 4, 6, 8]
+    assert [t.report.attempt for t in read_trace(cut / "trace.jsonl")] == [1, 2, 2]
     shown = result.stdout
     for row in (
         "stall per checkpoint",
@@ -54,6 +57,7 @@ def test_a_training_killed_in_the_middle_of_a_save_resumes_bit_for_bit(tmp_path:
         "equal in every bit",
         "ended: signal 9",
         f"asymcheck ls {cut / 'checkpoints'}",
+        f"asymcheck explain {whole / 'trace.jsonl'}",
     ):
         assert row in shown
 

@@ -18,7 +18,8 @@ RUNS = ["one", "two"]
 def used(folder: Path) -> Path:
     """A folder as a demo leaves it, with a killed save in it."""
     renew(folder, RUNS)
-    for name in ("one/log.jsonl", "one/result.json", "one/output.txt", "two/output-killed.txt"):
+    files = ("log.jsonl", "trace.jsonl", "result.json", "output.txt", "output-killed.txt")
+    for name in (f"{run}/{file}" for run in RUNS for file in files):
         (folder / name).write_text("x")
     store = LocalStore(folder / "two" / "checkpoints")
     create_repository(store).claim(None)

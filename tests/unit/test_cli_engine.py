@@ -430,10 +430,13 @@ def test_a_foreign_partitioner_stands_beside_the_librarys(tmp_path: Path) -> Non
 def test_where_nothing_was_measured_there_is_nothing_to_compare(
     tmp_path: Path, given: dict[str, Any]
 ) -> None:
-    said = refused(1, "plan", write(tmp_path / "t.jsonl", **given))
-    assert "step 30: expected the windows of a step" in said
-    assert "choose a later step" in said
-    assert why_so_planned(choose_step(tmp_path / "t.jsonl", None))
+    path = write(tmp_path / "t.jsonl", **given)
+    (line,) = shown("plan", path)
+    assert line.startswith("step 30 of attempt 2: nothing was ")
+    assert "choose a later step" in line
+    told = json.loads("\n".join(shown("plan", path, "--json")))
+    assert (told["step"], told["windows"], told["partitioners"]) == (30, [], {})
+    assert why_so_planned(choose_step(path, None))
 
 
 # --- bad input --------------------------------------------------------------
