@@ -233,7 +233,7 @@ def _print_partitions(trace: Trace) -> None:
     sums = [sum(values) for values in zip(*(one[2:] for one in found), strict=True)]
     texts = [size_text(int(s)) if i in (2, 4) else f"{1000 * s:.1f}" for i, s in enumerate(sums)]
     columns = (
-        *(">window", "pass", ">lasts ms", ">busy ms"),
+        *(">win", ">pass", ">lasts ms", ">busy ms"),
         *(">planned", ">needs ms", ">copied", ">in ms"),
     )
     show_line(table_text(columns, [*rows, ["all", "", *texts]]))
@@ -350,22 +350,24 @@ def _print_plans(trace: Trace, found: Sequence[Alternative]) -> None:
         f"{_ms(total_s(measured))}\n"
     )
     names = [plain(f"{'*' if one.used else ''}{one.name}") for one in found]
-    columns = (">window", "pass", ">lasts ms", ">busy ms", *(f">{name}" for name in names))
+    # As narrow as can be: it has to fit a terminal of 80 columns.
+    heads = [name.replace("idle-", "") for name in names]
+    columns = (">window", ">ms", ">busy", *(f">{head}" for head in heads))
     sizes = [one.decision.plan.sizes for one in found]
     rows = [
         [
-            *(str(i), window.phase),
+            f"{i} {window.phase}",
             *(f"{1000 * s:.1f}" for s in (window.duration_s, window.collective_s)),
             *(size_text(size[i]) for size in sizes),
         ]
         for i, window in enumerate(measured)
     ]
     for name, values in (
-        ("copied at ms", [one.prediction.copy_end_s for one in found]),
+        ("copied ms", [one.prediction.copy_end_s for one in found]),
         ("stall ms", [one.prediction.stall_s for one in found]),
-        ("slowdown ms", [one.prediction.slowdown_s for one in found]),
+        ("slower ms", [one.prediction.slowdown_s for one in found]),
     ):
-        rows.append(["", name, "", "", *(f"{1000 * value:.2f}" for value in values)])
+        rows.append([name, "", "", *(f"{1000 * value:.2f}" for value in values)])
     show_line(table_text(columns, rows))
     show_line()
     for name, one in zip(names, found, strict=True):

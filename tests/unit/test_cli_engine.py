@@ -390,12 +390,12 @@ def test_the_table_shows_sizes_stall_and_slowdown_and_marks_the_used_one(path: P
         "step 30 of attempt 2: 20.0 MiB at 0.10 GB/s need 200.0 ms; 3 windows last 400.0 ms"
     )
     assert [" ".join(line.split()) for line in lines[2:4]] == [
-        "window pass lasts ms busy ms whole uniform idle-proportional *adaptive",
+        "window ms busy whole uniform proportional *adaptive",
         "0 forward 100.0 0.0 20.0 MiB 6.7 MiB 5.7 MiB 8.0 MiB",
     ]
     rows = {line.split()[0]: line.split() for line in lines[6:9]}
     assert [float(x) for x in rows["stall"][2:]] == [0.0, 0.0, 0.0, 0.0]
-    assert [float(x) for x in rows["slowdown"][2:]] == [100.0, 33.33, 28.57, 40.0]
+    assert [float(x) for x in rows["slower"][2:]] == [100.0, 33.33, 28.57, 40.0]
     assert lines[-1] == "*adaptive: the copy is held to the windows; it saves time"
 
 
