@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage import flush as flushing
 from asymcheck.storage.flush import Batch, Encoded, flush
 from asymcheck.storage.memory import MemoryStore
-from asymcheck.storage.store import read_all
+from asymcheck.storage.store import Buffer, read_all
 from asymcheck.testing import throttled
 from asymcheck.testing.throttled import Speed, ThrottledStore, open_throttled
 
@@ -48,6 +49,21 @@ def test_a_write_takes_its_bytes_and_a_latency_for_each_part(clock: Clock) -> No
     assert clock.now_s == pytest.approx(50.0 + 0.25 + 0.5 + 0.25 + 1.0)
     assert store.create("b", bytes(1000))
     assert clock.now_s == pytest.approx(53.25)
+
+
+def test_what_the_inner_store_takes_is_within_the_time_of_a_part(clock: Clock) -> None:
+    class Slow(MemoryStore):
+        def write(self, name: str, parts: Iterable[Buffer]) -> int:
+            kept = []
+            for part in parts:
+                kept.append(bytes(part))
+                clock.now_s += 0.5
+            return super().write(name, kept)
+
+    store = ThrottledStore(Slow(), Speed(bytes_per_s=1000.0))
+    store.write("a", [bytes(1000), bytes(100)])  # one part takes longer to pass, one to write
+    assert clock.now_s == pytest.approx(50.0 + 1.0 + 0.5)
+    assert read_all(store, "a") == bytes(1100)
 
 
 def test_time_without_writes_is_not_saved_up(clock: Clock) -> None:

@@ -46,20 +46,30 @@ class _Link:
         self._free_s = -math.inf
         self._lock = threading.Lock()
 
-    def move(self, nbytes: int) -> None:
-        """Sleep until the bytes have passed, behind those of others who came before."""
+    def reserve(self, nbytes: int) -> float:
+        """When the bytes will have passed, behind those of others who came before."""
         with self._lock:
             begin_s = max(monotonic() + self._latency_s, self._free_s)
-            done_s = self._free_s = begin_s + nbytes / self._bytes_per_s
-        while (left_s := done_s - monotonic()) > 0:
+            self._free_s = begin_s + nbytes / self._bytes_per_s
+            return self._free_s
+
+    def move(self, nbytes: int) -> None:
+        """Sleep until the bytes have passed."""
+        self.wait(self.reserve(nbytes))
+
+    @staticmethod
+    def wait(until_s: float) -> None:
+        """Sleep until then."""
+        while (left_s := until_s - monotonic()) > 0:
             sleep(left_s)
 
 
 class ThrottledStore:
     """Passes every call on to ``inner``, writes and reads no faster than ``speed``.
 
-    A write sleeps after it got a part and before ``inner`` gets it, so that whoever makes the
-    parts sees the time that each of them takes. What ``inner`` takes itself comes on top.
+    A write hands a part on to ``inner`` and sleeps before it asks for the next, so that whoever
+    makes the parts sees the time that each of them takes. What ``inner`` takes for a part is within
+    that time, as far as it fits.
 
     Args:
         inner: The real store.
@@ -119,8 +129,9 @@ class ThrottledStore:
 
     def _paced(self, parts: Iterable[Buffer]) -> Iterator[Buffer]:
         for part in parts:
-            self._writes.move(memoryview(part).nbytes)
+            until_s = self._writes.reserve(memoryview(part).nbytes)
             yield part
+            self._writes.wait(until_s)
 
 
 class _ThrottledReadable:
