@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-extra check bench format clean
+.PHONY: demo test test-extra check bench bench-engine gpu format clean
 
 demo: $(STAMP)
 	$(BIN)/asymlab demo
@@ -25,6 +25,15 @@ check: $(STAMP)
 # Half an hour on a machine that does nothing else.
 bench: $(STAMP)
 	$(BIN)/asymlab bench --docs docs/benchmarks.md
+
+# A quarter of an hour on a machine that does nothing else.
+bench-engine: $(STAMP)
+	$(BIN)/asymlab engine --docs docs/benchmarks-engine.md
+
+# Eight minutes with a CUDA device; without one it says so. Results go to OUT.
+OUT ?= runs/gpu
+gpu: $(STAMP)
+	$(BIN)/asymlab gpu --out "$(OUT)"
 
 format: $(STAMP)
 	$(BIN)/ruff format src tests

@@ -283,6 +283,27 @@ def engine(
             raise typer.Exit(1)
 
 
+@app.command()
+def gpu(
+    out: Annotated[
+        Path, typer.Option(help="Gets gpu.jsonl and gpu.md, and holds checkpoints meanwhile")
+    ] = Path("runs/gpu"),
+) -> None:
+    """Check and measure what only a CUDA device can tell, in at most eight minutes."""
+    with _readable_errors():
+        from asymcheck_lab.gpu_script import NOT_HERE, has_cuda, render, run_gpu
+
+        if not has_cuda():
+            typer.echo(NOT_HERE)
+            return
+        records = run_gpu(out, lambda line: typer.echo(line, err=True))
+        typer.echo(render(records))
+        # What fails with another system is in the table.
+        ours = [r for r in records if str(r.get("system", "asymcheck")).startswith("asymcheck")]
+        if any("error" in r or r.get("ok") is False for r in ours):
+            raise typer.Exit(1)
+
+
 @app.command("simulate")
 def simulate_table() -> None:
     """What a checkpoint costs a step under each policy of the fluid model; measures nothing."""
