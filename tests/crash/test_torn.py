@@ -21,8 +21,10 @@ import pytest
 import torch
 from torch import nn
 
-from asymcheck import Checkpointer
+from asymcheck import Checkpointer, Strategy
 from asymcheck.errors import CheckpointWarning, DroppedCheckpoint
+from asymcheck.planning.adaptive import Adaptive
+from asymcheck.planning.plan import IdleProportional, Partitioner, Uniform, Whole
 from asymcheck.session import Handle
 from asymcheck.storage.memory import MemoryStore
 
@@ -82,6 +84,13 @@ class Training:
         for param in self.model.parameters():
             param.grad = torch.randn_like(param) + 3
         self.optimizer.step()
+
+    def forward_and_backward(self) -> None:
+        """What opens windows; the gradients are not used."""
+        x = torch.ones(2, SIDE)
+        for layer in self.model.children():
+            x = layer(x)
+        x.sum().backward()
 
     def live(self) -> list[torch.Tensor]:
         state = self.optimizer.state
@@ -211,6 +220,41 @@ def test_through_a_process_and_a_disk_nothing_is_torn_either(kind: str, tmp_path
         training.update()
     training.close()
     assert training.check() == []
+
+
+# --- in the windows of a plan -------------------------------------------------
+
+PARTITIONERS: dict[str, Partitioner] = {
+    "whole": Whole(),
+    "uniform": Uniform(),
+    "proportional": IdleProportional(),
+    "adaptive": Adaptive(),
+}
+PLANNED_STEPS = 40
+
+
+@pytest.mark.parametrize("name", PARTITIONERS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_in_the_windows_of_every_planner_nothing_is_torn_either(kind: str, name: str) -> None:
+    training = Training(kind, MemoryStore(), strategy=Strategy(partitioner=PARTITIONERS[name]))
+    _delays(training, 0.0002)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        for step in range(1, PLANNED_STEPS + 1):
+            training.save(step)
+            training.forward_and_backward()
+            if training.random.random() < 0.2:
+                act, fenced = training.random.choice(list(DISTURBANCES.values()))
+                with training.checkpointer.update() if fenced else nullcontext():
+                    act(training)
+            training.update()
+    decision = training.checkpointer._snapshotter._pacing.decision  # type: ignore[union-attr]
+    assert decision is not None
+    assert len(decision.plan.windows) == 7  # the boundary, and each layer twice
+    if name != "adaptive":  # which holds nothing back where that gains nothing
+        assert decision.plan.free_running == (name == "whole")
+    training.close()
+    assert len(training.check()) < PLANNED_STEPS / 4
 
 
 # --- with the fence taken away ----------------------------------------------
