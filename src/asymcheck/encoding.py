@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SLICES, _SLICE_BYTES = 4, MiB // 2
+_MOST_REPORTS, _NAME_CHARS = 50, 80  # a message between processes holds so many, in any script
 _STALE = 10
 """Checkpoints after which a codec without a base is measured again; one with a base always is."""
 _HASH_BYTES_PER_S = 1e10
@@ -376,8 +377,9 @@ class Encoder:
 
     @property
     def reports(self) -> tuple[GroupReport, ...]:
-        """What became of each group."""
-        return tuple(self._reports.values())
+        """What became of each group, the largest first; of the smallest of very many nothing."""
+        found = sorted(self._reports.values(), key=lambda report: -report.raw_bytes)
+        return tuple(r._replace(group=r.group[:_NAME_CHARS]) for r in found[:_MOST_REPORTS])
 
     def encode(self, extent: Extent, image: memoryview) -> Encoded:
         """One chunk; its bytes in the image are complete.

@@ -7,10 +7,11 @@ decoder. Rates of codecs and of the store are given, never measured.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from asymcheck.decoding import Decoding
 from asymcheck.encoding import Chooser, Encoder, Group
 from asymcheck.errors import CaptureError, DroppedCheckpoint, NoCheckpoint, OptionError, StoreError
 from asymcheck.events import Sink, discard
-from asymcheck.persist import Durable, write_checkpoint
+from asymcheck.persist import MESSAGE_BYTES, Durable, write_checkpoint
 from asymcheck.planning.batching import FixedBytes, Ready
 from asymcheck.planning.cost import Option
 from asymcheck.planning.layout import PAGE_BYTES, align_up, lay_out
@@ -383,6 +384,17 @@ def test_without_differences_no_key_frame_is_kept_in_memory(selection: Selection
         bench.save(step, state(step))
     assert bench.chooser._key_frame.pieces == {}
     assert bench.chooser.base is None
+
+
+def test_the_report_of_very_many_groups_is_short_enough_for_a_message() -> None:
+    bench = Bench(RAW)
+    values: Values = {
+        f"w{i}": (f"state/{chr(0x10400) * 300}{i}", np.zeros(16500 + i, "f4")) for i in range(60)
+    }
+    durable = bench.save(1, values)
+    assert len(json.dumps({"done": asdict(durable)})) < MESSAGE_BYTES
+    sizes = [report.raw_bytes for report in durable.groups]
+    assert sizes == [4 * (16500 + i) for i in range(59, 9, -1)]
 
 
 # --- what may not be lossy ----------------------------------------------------
