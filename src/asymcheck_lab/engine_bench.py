@@ -83,7 +83,7 @@ def cases(options: EngineOptions) -> Iterator[EngineSpec]:
                 case="asymcheck",
                 store=store,
                 checkpoints=3 if quick else 7,
-                state_bytes=(64 if quick else 128) * _MB,
+                state_bytes=(64 if quick else 256) * _MB,
             )
     if "ablation" in options.tasks:
         for store in ("50",) if quick else ("50", "200", "disk"):

@@ -54,7 +54,7 @@ def stall_of(run: Record) -> Bounded:
     B is that of the copies of the run, W the window of the same step; both medians. A run whose
     W is not that of its regime says nothing.
     """
-    rows, rate = run["checkpoints"], run["bandwidth_bytes_per_s"]
+    rows, rate = run["saves"], run["bandwidth_bytes_per_s"]
     eager_s = median(r["eager_bytes"] for r in rows) / rate
     copy_s = median(r["raw_bytes"] - r["eager_bytes"] for r in rows) / rate
     window_s = median(r["window_s"] for r in rows)
@@ -73,7 +73,7 @@ def durable_of(run: Record) -> Bounded:
     The copy window ends with the fence: not before may a checkpoint be sealed. A disk's rate is
     that of the run's own writes, so there the bound judges nothing.
     """
-    rows = run["checkpoints"]
+    rows = run["saves"]
     window_s = median(r["sealed_s"] for r in rows)
     stored = median(r["stored_bytes"] for r in rows)
     rate = median(r["stored_bytes"] / max(1e-9, r["write_s"]) for r in rows)
@@ -110,7 +110,7 @@ class Rung:
 
 def rung_of(run: Record, without: Record | None) -> Rung:
     """The figures of one run of the ablation."""
-    rows = run["checkpoints"]
+    rows = run["saves"]
     return Rung(
         stall_s=median(r["stall_s"] for r in rows),
         durable_s=median(r["durable_s"] for r in rows),
@@ -228,7 +228,7 @@ def _stall_table(runs: Sequence[Record]) -> str:
             (
                 f"{run['case']} window",
                 _store(run["store"]),
-                str(len(run["checkpoints"])),
+                str(len(run["saves"])),
                 f"{rate / 1e9:.2f}",
                 _ms(copy_s),
                 _ms(found.terms["window_s"]),

@@ -269,7 +269,7 @@ def measure_stall(spec: EngineSpec) -> dict[str, Any]:
     return {
         "bandwidth_bytes_per_s": median(bandwidths),
         "plain_window_s": plain_s,
-        "checkpoints": [cycle.row() for cycle in cycles],
+        "saves": [cycle.row() for cycle in cycles],
         "decision": pacing.decision.why if pacing.decision else "",
         "kappa": _kappa(pacing),
     }
@@ -290,7 +290,7 @@ def measure_durable(spec: EngineSpec) -> dict[str, Any]:
                 raise RunError(f"checkpoint {number}: not durable after {_LIMIT_S:.0f} s")
         if number >= _SETTLED:
             rows.append(cycle.row())
-    return {"checkpoints": rows, "kappa": _kappa(clocked.pacing)}
+    return {"saves": rows, "kappa": _kappa(clocked.pacing)}
 
 
 def measure_ablation(spec: EngineSpec) -> dict[str, Any]:
@@ -330,7 +330,7 @@ def measure_ablation(spec: EngineSpec) -> dict[str, Any]:
     clocked.settle()
     used = CpuClock.now().since(cpu)
     rows = [{**c.row(), "stall_s": s} for c, s in zip(cycles, owed_s, strict=True)]
-    return {"loop_s": loop_s, "checkpoints": rows, **used}
+    return {"loop_s": loop_s, "saves": rows, **used}
 
 
 def _kappa(pacing: Pacing) -> dict[str, Any]:
