@@ -117,7 +117,7 @@ class Snapshotter:
         arena.before_removal = self._pinning.release
         self._pacing: Pacing | None = None
         if strategy.partitioner is not None and strategy.capture == "lazy":
-            self._pacing = Pacing(state.modules, strategy.partitioner)
+            self._pacing = Pacing(state.modules, strategy.partitioner, self.settle)
         self._hook = UpdateHook(self._watched, self.fence, state.optimizers, self._end_step)
 
     def between_saves(self) -> None:
@@ -378,9 +378,21 @@ class Snapshotter:
             self._active = None  # not before: what was interrupted is made again by the next call
 
     def settle(self) -> None:
-        """Seal what was captured, when its copy is complete; never blocks."""
-        if self._active is not None and self._active.copy.copied.is_set():
-            self.fence()
+        """Seal what was captured, when its copy is complete; never blocks.
+
+        Where training cannot be in the middle of an operation: on its thread, or while it
+        waits for the thread that calls.
+        """
+        active = self._active
+        if active is None or not active.copy.copied.is_set():
+            return
+        if self._fencing.acquire(blocking=False):  # else another thread is at it
+            try:
+                if self._active is active:
+                    self._seal(active)
+                    self._active = None
+            finally:
+                self._fencing.release()
 
     def _seal(self, active: _Active) -> None:
         """Compare, and have the slot sealed or dropped; again goes on where it was left."""

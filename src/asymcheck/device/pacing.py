@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -43,9 +43,17 @@ class Pacing:
     Args:
         modules: Whose blocks make the windows.
         partitioner: Divides the copy over them.
+        at_window: Called where a window opens, while training waits: no operation of the
+            training thread is half done then. Must be quick and must not raise.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], partitioner: Partitioner) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        partitioner: Partitioner,
+        at_window: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._at_window = at_window
         self._profiler = Profiler(modules, self._on_window)
         self._partitioner = partitioner
         self._contention = Contention()
@@ -124,6 +132,7 @@ class Pacing:
         self._opened.append((perf_counter(), self._profiler.phase))
         with self._link.changed:
             self._link.changed.notify_all()
+        self._at_window()
 
 
 @dataclass(slots=True)
