@@ -277,6 +277,7 @@ def predict(
     free = gate.hold == "free" or not plan.windows
     spell = _Spell(contention)
     window_bytes: list[int] = []
+    before = 0
     for i, window in enumerate(windows):
         spell.enter(window)
         free = free or gate.is_late(whole_s - spell.done_s, until[i])
@@ -291,7 +292,8 @@ def predict(
         spell.wait(window.duration_s)
         done = spell.done_s >= whole_s
         copied = plan.lazy_bytes if done else min(plan.lazy_bytes, round(spell.done_s * rate))
-        window_bytes.append(copied - sum(window_bytes))
+        window_bytes.append(copied - before)
+        before = copied
     stall_s = whole_s - spell.done_s
     return Prediction(
         copy_end_s=spell.clock_s + stall_s if stall_s else spell.end_s,
