@@ -167,13 +167,13 @@ def test_so_it_can_through_a_process_and_a_disk(
     name: str, fidelity: Fidelity, tmp_path: Path
 ) -> None:
     strategy = strategy_of(name, fidelity, delta=True)
-    # As slow as this, nothing is best stored raw.
+    # So slow that not everything is best stored raw.
     root = f"throttled+{LocalStore(tmp_path / 'root').url}?bytes_per_s=30e6"
     training = Training(root, strategy)
     training.train(range(1, STEPS + 1))
     assert training.check() == list(range(1, STEPS + 1))
-    assert bases(training)
-    assert {r.base for r in training.reports.values()} > {0, 1}
+    if name == "asymcheck-so":  # the others go by rates, which are those of this machine
+        assert set(bases(training).values()) == set(range(1, STEPS, 4))
 
 
 @pytest.mark.parametrize("keep_last", [1, 2, 3])
