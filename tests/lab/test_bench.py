@@ -101,7 +101,8 @@ def test_each_system_loads_back_what_was_live_when_it_saved(system: str, tmp_pat
         assert all(c["blocked_s"] >= c["durable_s"] > 0 for c in measured["checkpoints"])
     if system != "none":
         stored = rivals.stored_bytes(tmp_path / "root") / 4
-        assert measured["state_bytes"] < stored < 1.2 * measured["state_bytes"]
+        least = 0.5 if system.startswith("asymcheck") else 1.0  # it may encode, losslessly
+        assert least * measured["state_bytes"] < stored < 1.2 * measured["state_bytes"]
     if RIVALS[system].library == "asymcheck":
         saves = measured["details"]["saves"]
         assert [s["step"] for s in saves] == [1, 2, 4, 6]

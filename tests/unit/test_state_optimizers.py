@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from asymcheck import Checkpointer, IncompatibleCheckpoint, StateError
-from asymcheck.device.optimizer import _near
 from asymcheck.device.leaves import Places
+from asymcheck.device.optimizer import _near
 from asymcheck.storage.index import Leaf
 from asymcheck.storage.memory import MemoryStore
 
