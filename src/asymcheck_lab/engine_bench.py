@@ -68,12 +68,12 @@ def cases(options: EngineOptions) -> Iterator[EngineSpec]:
     quick = options.quick
     if "stall" in options.tasks:
         for regime in REGIMES:
-            for store in ("1000",) if quick else ("200", "1000", "disk"):
+            for store in ("1000",) if quick else ("1000", "disk"):
                 yield EngineSpec(
                     task="stall",
                     case=regime,
                     store=store,
-                    checkpoints=6 if quick else 30,
+                    checkpoints=4 if quick else 30,
                     state_bytes=(96 if quick else 192) * _MB,
                 )
     if "durable" in options.tasks:
@@ -83,7 +83,7 @@ def cases(options: EngineOptions) -> Iterator[EngineSpec]:
                 case="asymcheck",
                 store=store,
                 checkpoints=3 if quick else 7,
-                state_bytes=(64 if quick else 256) * _MB,
+                state_bytes=(128 if quick else 256) * _MB,
             )
     if "ablation" in options.tasks:
         for store in ("50",) if quick else ("50", "200", "disk"):
@@ -92,8 +92,8 @@ def cases(options: EngineOptions) -> Iterator[EngineSpec]:
                     task="ablation",
                     case=strategy,
                     store=store,
-                    checkpoints=2 if quick else 7,
-                    every=10,
+                    checkpoints=2 if quick else 5,
+                    every=8,
                     size="tiny" if quick else "demo",
                     latency_s=0.005,
                 )
@@ -104,7 +104,7 @@ def cases(options: EngineOptions) -> Iterator[EngineSpec]:
                     task="link",
                     case=partitioner,
                     store="disk",
-                    checkpoints=2 if quick else 8,
+                    checkpoints=2 if quick else 6,
                     state_bytes=128 * _MB,
                     shared=shared,
                     step_s=0.5,

@@ -10,11 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 from asymcheck.testing.children import run_in_child
-from asymcheck_lab import gpu_script, gpu_sections
+from asymcheck_lab import gpu_script, gpu_sections, gpu_systems
 from asymcheck_lab.cli import app
 from asymcheck_lab.errors import RunError
 from asymcheck_lab.gpu_script import NOT_HERE, SECTIONS, Section, SectionSpec, render, run_gpu
-from asymcheck_lab.gpu_sections import ON_CPU, SIZES, SYSTEMS, check, run_section
+from asymcheck_lab.gpu_sections import check, run_section
+from asymcheck_lab.gpu_systems import ON_CPU, SIZES, SYSTEMS
 
 CPU = torch.device("cpu")
 
@@ -130,7 +131,7 @@ def test_an_older_checkpoint_is_removed_unless_the_library_keeps_it(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000002" / ".metadata").write_bytes(b"x")  # one of DCP's
     (tmp_path / "step-00000003" / ".metadata").write_bytes(b"x")
-    gpu_sections._remove_older(tmp_path, 3)
+    gpu_systems._remove_older(tmp_path, 3)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "step-00000001",
         "step-00000003",
