@@ -153,6 +153,7 @@ def ablation(case: str, loop_s: float = 10.0, **changes: float) -> dict[str, Any
         "durable_s": 1.0,
         "stored_bytes": 10 * MB,
         "cpu_s": 0.1,
+        "fidelity": "exact",
         "labels": {"parameter float32": "raw"},
         **changes,
     }
@@ -173,6 +174,7 @@ def test_each_step_of_the_ablation_is_held_to_the_figure_that_it_is_for():
         ("asymcheck-s → asymcheck-so", False),  # 5 % later: more than noise
         ("asymcheck-so → asymcheck", True),  # 1 % more stall: noise
         ("asymcheck-so → asymcheck", False),  # twice the CPU
+        ("asymcheck-naive → asymcheck", True),
     ]
 
 
