@@ -95,8 +95,7 @@ class Clocked:
         self.optimizer.step()
         fence_begin_s, fence_end_s = self._hook_s
         return Cycle(
-            handle, open_s - begin_s, fence_begin_s - open_s, fence_end_s - fence_begin_s,
-            fence_end_s - begin_s,
+            handle, open_s - begin_s, fence_begin_s - open_s, fence_end_s - fence_begin_s
         )  # fmt: skip
 
 
@@ -109,14 +108,12 @@ class Cycle:
         step_s: In ``step()``.
         window_s: Forward and backward.
         fence_s: In the fence.
-        sealed_s: From the boundary to the end of the fence.
     """
 
     handle: Handle | None
     step_s: float
     window_s: float
     fence_s: float
-    sealed_s: float
 
     def row(self) -> dict[str, Any]:
         """As fields of a record, with the library's report; waits until that is there."""
@@ -126,7 +123,6 @@ class Cycle:
             "step_s": self.step_s,
             "window_s": self.window_s,
             "fence_s": self.fence_s,
-            "sealed_s": self.sealed_s,
             **{k: report[k] for k in _REPORTED},
             "labels": {g["group"]: g["label"] for g in map(_as_dict, report["groups"])},
         }

@@ -113,7 +113,8 @@ def test_a_run_outside_of_its_regime_judges_nothing(case, window_s):
 
 def durable(store: str, **changes: float) -> dict[str, Any]:
     row = {
-        "sealed_s": 0.1,
+        "step_s": 0.02,
+        "copy_s": 0.08,
         "stored_bytes": 20 * MB,
         "write_s": 0.2,
         "cpu_s": 0.1,
@@ -124,7 +125,7 @@ def durable(store: str, **changes: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "longest_s"), [({}, 0.4), ({"sealed_s": 0.6}, 0.6), ({"cpu_s": 0.7}, 0.7)]
+    ("changes", "longest_s"), [({}, 0.4), ({"copy_s": 0.58}, 0.6), ({"cpu_s": 0.7}, 0.7)]
 )
 def test_the_time_to_durable_is_held_to_the_longest_of_what_cannot_be_shortened(changes, longest_s):
     run = durable("50", **changes)
@@ -296,8 +297,10 @@ def test_a_small_run_gives_every_figure_of_its_bound(task, case, tmp_path):
     for row in found["saves"]:
         assert row["durable_s"] > 0.0
         assert row["stored_bytes"] > 0
-        assert row["raw_bytes"] > row["eager_bytes"]
-        assert row["sealed_s"] >= row["window_s"] > 0.0
+        assert row["raw_bytes"] >= row["eager_bytes"]
+        assert row["window_s"] > 0.0
+        # The language model of the tests has leaves only that are copied at the boundary.
+        assert (row["copy_s"] > 0.0) == (task != "ablation")
     assert {"stall": stall_of, "durable": durable_of, "ablation": lambda r: rung_of(r, None)}[task](
         found
     )
