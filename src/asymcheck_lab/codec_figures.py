@@ -24,7 +24,7 @@ from asymcheck.planning.layout import CHUNK_BYTES
 from asymcheck_lab.data import BatchLoader, load_text
 from asymcheck_lab.errors import RunError
 from asymcheck_lab.models import FAMILIES, Size
-from asymcheck_lab.train import seed_everything, vary
+from asymcheck_lab.recipe import seed_everything, vary
 
 SIZE = Size(
     context=128,
