@@ -40,15 +40,9 @@ CLASSES: Mapping[tuple[str, str], str] = {
 }
 """The class of each model for each of its tasks, in ``transformers``."""
 
-# Tokens that stop a generation, which no lab does, lie outside a small vocabulary by default; and
-# without its loss's name GPT-2 warns before it takes the right one.
+# Tokens that stop a generation, which no lab does, lie outside a small vocabulary by default.
 _COMMON: Mapping[str, Mapping[str, Any]] = {
-    "gpt2": {
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "use_cache": False,
-        "loss_type": "ForCausalLM",
-    },
+    "gpt2": {"bos_token_id": None, "eos_token_id": None, "use_cache": False},
     "bloom": {"use_cache": False},
 }
 
@@ -70,8 +64,7 @@ def build(preset: Preset, task: str, pretrained: Path | None = None) -> torch.nn
     transformers = _transformers()
     kind = getattr(transformers, CLASSES[preset.model, task])
     if pretrained is None:
-        model: torch.nn.Module = kind(make_config(preset))
-        return model.train()
+        return _ready(kind(make_config(preset)), task)
     if not (pretrained / "config.json").is_file():
         raise DataError(
             str(pretrained), expected="a folder with config.json and weights", found="none of them"
@@ -82,7 +75,7 @@ def build(preset: Preset, task: str, pretrained: Path | None = None) -> torch.nn
         raise DataError(
             str(pretrained), expected=f"weights of a {kind.__name__}", found=str(failure)
         ) from failure
-    return loaded.train()
+    return _ready(loaded, task)
 
 
 def make_config(preset: Preset) -> Any:  # noqa: ANN401  transformers has no types
@@ -109,6 +102,13 @@ def make_config(preset: Preset) -> Any:  # noqa: ANN401  transformers has no typ
         if type(bad).__module__.partition(".")[0] != "huggingface_hub":
             raise
         raise UsageError(f"{preset.name}: {kind.__name__} refuses the options: {bad}") from bad
+
+
+def _ready(model: Any, task: str) -> torch.nn.Module:  # noqa: ANN401
+    if task == "causal-lm":  # without the name of their loss some warn, and take this one
+        model.loss_type = "ForCausalLM"
+    ready: torch.nn.Module = model.train()
+    return ready
 
 
 @contextmanager

@@ -177,8 +177,9 @@ def recompute(model: torch.nn.Module, name: str) -> None:
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise UsageError(f"recompute: {name} cannot; leave it out")
-    enable: Any = model.gradient_checkpointing_enable
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+    enable: Any = getattr(model, new, None) or getattr(model, old)
+    enable({"use_reentrant": False})
 
 
 def check_precision(precision: str, device: str) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from asymcheck_lab.errors import DataError
 from asymcheck_lab.loading import Sample
 from asymcheck_lab.tokens import Tokens
 
-_HEADING = re.compile(r"(=(?: =)*) (.*\S) (=(?: =)*)\Z")
+_HEADING = re.compile(r"=.* =\Z")
 _JOINED = re.compile(r" @([-,.])@ ")
 
 _MASKED_SHARE = 0.15
@@ -74,7 +75,7 @@ def read_corpus(path: Path | None = None) -> Corpus:
     first = next((n for n, line in enumerate(lines) if line.strip()), None)
     if first is None:
         raise DataError(f"{path}, line {len(lines)}", expected="text", found="only blank lines")
-    if not lines[first].startswith(" = "):
+    if not _HEADING.match(lines[first].strip()) or not lines[first].startswith(" = "):
         return Corpus(text.name, [Article("", "\n".join(lines))], text.sha256)
     return Corpus(text.name, _articles(path, lines), text.sha256)
 
@@ -83,19 +84,21 @@ def _articles(path: Path, lines: list[str]) -> list[Article]:
     found: list[tuple[str, list[str]]] = []
     for number, raw in enumerate(lines, start=1):
         line = raw.strip()
-        if line.startswith("= "):
-            parts = _HEADING.match(line)
-            if parts is None or parts[1] != parts[3]:
+        if _HEADING.match(line):
+            words = line.split()
+            before = len(list(takewhile("=".__eq__, words)))
+            after = len(list(takewhile("=".__eq__, reversed(words))))
+            if before != after or 2 * before >= len(words):
                 raise DataError(
                     f"{path}, line {number}",
                     expected="a heading with as many equals signs after it as before, as in "
                     "' = Title = '",
                     found=repr(raw[:80]),
                 )
-            if parts[1] == "=":
-                found.append((parts[2], []))
+            line = " ".join(words[before:-after])
+            if before == 1:
+                found.append((line, []))
                 continue
-            line = parts[2]
         if line:
             found[-1][1].append(_JOINED.sub(r"\1", line))
     articles = [Article(title, "\n".join(body)) for title, body in found if body]
