@@ -55,9 +55,13 @@ def train(
         Path | None, typer.Option(help="Local folder of weights [default: random weights]")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Updates in all")] = 200,
-    run: Annotated[Path, typer.Option(help="Folder for checkpoints, log and result")] = Path(
-        "runs/train"
-    ),
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for checkpoints, log and result [default: runs/MODEL-SIZE, with the task "
+            "where one is given]"
+        ),
+    ] = None,
     root: Annotated[
         str | None, typer.Option(help="Path or URL for checkpoints [default: RUN/checkpoints]")
     ] = None,
@@ -95,6 +99,8 @@ def train(
     """Train a model on real data. Start the same command again, and it goes on where it was."""
     with _readable_errors():
         size = size or ("demo" if model == "gpt2" else "tiny")
+        # One for each, so that one model does not go on from the checkpoints of another.
+        run = run or Path("runs") / "-".join([model, Path(size).stem, *([task] if task else [])])
         from asymcheck.planning.strategies import resolve
         from asymcheck_lab.presets import load_preset, task_of
 

@@ -88,3 +88,18 @@ def test_the_page_of_a_model_has_its_command_data_loss_and_plot(model: str):
     assert f"docs/models/{model}.md" in (ROOT / "README.md").read_text()
     for size in sizes_of(model):
         assert f"experiments/{model}/{size}.sh" in page
+
+
+def test_each_model_and_task_has_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    short = ["--steps", "1", "--quiet", "--threads", "1", "--no-checkpoints"]
+    for arguments in (["vit"], ["resnet"], ["bert", "--task", "masked-lm"], ["bert"]):
+        assert asymlab("train", *arguments, *short).exit_code == 0
+    assert {p.name for p in (tmp_path / "runs").iterdir()} == {
+        "vit-tiny",
+        "resnet-tiny",
+        "bert-tiny-masked-lm",
+        "bert-tiny",
+    }
