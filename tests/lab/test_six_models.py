@@ -15,19 +15,19 @@ from asymcheck_lab.proof import different_entries, different_losses
 from asymcheck_lab.record import StepRecord, read_log
 from asymcheck_lab.train import TrainOptions, train
 
-STEPS, EVERY, KILL_AT = 40, 8, 16
+STEPS, EVERY, KILL_AT = 32, 8, 16
 LIMIT_S = 120.0
 
 # The model, what is changed in its recipe, and how far the mean loss of the last ten steps
 # must lie below that of the first five.
 RUNS = [
-    ("gpt2", {}, 1.0),
-    ("bert", {}, 1.0),
-    ("bert", {"task": "masked-lm", "accumulate": 2}, 0.6),
-    ("roberta", {"precision": "bf16"}, 0.6),
-    ("bloom", {"workers": 2, "recompute": True}, 1.0),
-    ("resnet", {}, 1.0),
-    ("vit", {"precision": "fp16"}, 0.4),
+    ("gpt2", {"accumulate": 2}, 1.5),
+    ("bert", {}, 1.5),
+    ("bert", {"task": "masked-lm"}, 0.4),
+    ("roberta", {"precision": "bf16"}, 0.4),
+    ("bloom", {"workers": 2, "recompute": True}, 0.6),
+    ("resnet", {}, 0.8),
+    ("vit", {"precision": "fp16"}, 0.2),
 ]
 
 
@@ -90,6 +90,7 @@ def test_the_loss_falls_and_a_kill_in_a_save_changes_no_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("model", "size"), [("gpt2", "base"), ("bert", "base"), ("vit", "base"), ("resnet", "152")]
 )
