@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from asymcheck.errors import nearest
 from asymcheck_lab.data import VOCABULARY
+from asymcheck_lab.errors import UsageError
 from asymcheck_lab.presets import load_preset
 
 if TYPE_CHECKING:
@@ -51,6 +53,25 @@ class Family:
     build: Callable[[Size], torch.nn.Module]
     loss: Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
     sizes: Mapping[str, Size]
+
+
+def find(model: str, size: str) -> tuple[Family, Size]:
+    """The family and size of these names.
+
+    Raises:
+        UsageError: There is none; names the nearest.
+    """
+    family = FAMILIES.get(model)
+    if family is None:
+        raise UsageError(
+            f"model: expected one of {sorted(FAMILIES)}, found {model!r}{nearest(model, FAMILIES)}"
+        )
+    found = family.sizes.get(size)
+    if found is None:
+        raise UsageError(
+            f"size: {model} has {list(family.sizes)}, found {size!r}{nearest(size, family.sizes)}"
+        )
+    return family, found
 
 
 def _build_gpt2(size: Size) -> torch.nn.Module:

@@ -19,7 +19,9 @@ from asymcheck.recovery import RestoreReport
 from asymcheck_lab.errors import RunError, UsageError
 from asymcheck_lab.fingerprint import fingerprint
 from asymcheck_lab.presets import PRECISIONS, Preset, load_preset, task_of
-from asymcheck_lab.recipe import Recipe, check_precision, seed_everything
+from asymcheck_lab.recipe import Recipe, check_precision
+from asymcheck_lab.recipe import seed_everything as seed_everything
+from asymcheck_lab.recipe import vary as vary
 from asymcheck_lab.record import Ledger, LogWriter, Result, StepRecord
 from asymcheck_lab.sizes import refuse_what_cannot_fit
 from asymcheck_lab.tasks import open_data
