@@ -304,7 +304,7 @@ class _Workload:
 
         from asymcheck_lab.data import BatchLoader, load_text
         from asymcheck_lab.models import FAMILIES
-        from asymcheck_lab.train import seed_everything
+        from asymcheck_lab.recipe import seed_everything
 
         seed_everything(seed)
         self._family = FAMILIES["gpt2"]

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from asymcheck.errors import CheckpointError, OptionError
+from asymcheck_lab.cli_models import add_commands
 from asymcheck_lab.errors import LabError, UsageError
 
 app = typer.Typer(
@@ -34,13 +35,34 @@ ThreadsOption = Annotated[
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Argument(help="gpt2")] = "gpt2",
-    size: SizeOption = "demo",
-    data: DataOption = None,
+    model: Annotated[str, typer.Argument(help="gpt2, bert, roberta, bloom, resnet, vit")] = "gpt2",
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help="As asymlab sizes lists, or a preset of your own, FILE.toml [default: "
+            "the smallest; demo for gpt2]"
+        ),
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="For bert: span-qa or masked-lm [default: span-qa]")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text, WikiText, SQuAD v1.1 JSON or a folder of images [default: what is embedded]"
+        ),
+    ] = None,
+    pretrained: Annotated[
+        Path | None, typer.Option(help="Local folder of weights [default: random weights]")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Updates in all")] = 200,
-    run: Annotated[Path, typer.Option(help="Folder for checkpoints, log and result")] = Path(
-        "runs/train"
-    ),
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for checkpoints, log and result [default: runs/MODEL-SIZE, with the task "
+            "where one is given]"
+        ),
+    ] = None,
     root: Annotated[
         str | None, typer.Option(help="Path or URL for checkpoints [default: RUN/checkpoints]")
     ] = None,
@@ -62,18 +84,35 @@ def train(
     ] = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = 2,
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, bf16, fp16 [default: the preset's]")
+    ] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(min=1, help="Batches of an update [default: the preset's]")
+    ] = None,
+    recompute: Annotated[
+        bool | None,
+        typer.Option("--recompute/--no-recompute", help="Compute activations a second time"),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Threads that read data ahead")] = 0,
+    evaluate_every: Annotated[
+        int, typer.Option(min=0, help="Steps between evaluations; 0: at the end only")
+    ] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda")] = "cpu",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors and warnings only")] = False,
 ) -> None:
-    """Train a model on text. Start the same command again, and it goes on where it was."""
+    """Train a model on real data. Start the same command again, and it goes on where it was."""
     with _readable_errors():
+        size = size or ("demo" if model == "gpt2" else "tiny")
+        # One for each, so that one model does not go on from the checkpoints of another.
+        run = run or Path("runs") / "-".join([model, Path(size).stem, *([task] if task else [])])
         from asymcheck.planning.strategies import resolve
-        from asymcheck_lab.data import load_text
-        from asymcheck_lab.models import find
+        from asymcheck_lab.presets import load_preset, task_of
 
         # What can be refused at once is refused before torch and transformers load.
-        find(model, size)
+        load_preset(model, size)
+        task_of(model, task)
         resolve(strategy)
-        load_text(data)
         if root is not None and not checkpoints:
             raise UsageError("root: expected none with --no-checkpoints, found one")
 
@@ -84,7 +123,9 @@ def train(
         options = TrainOptions(
             model=model,
             size=size,
+            task=task,
             data=data,
+            pretrained=pretrained,
             steps=steps,
             root=where,
             every=every,
@@ -95,6 +136,12 @@ def train(
             result=result or run / "result.json",
             seed=seed,
             threads=threads,
+            precision=precision,
+            accumulate=accumulate,
+            recompute=recompute,
+            workers=workers,
+            evaluate_every=evaluate_every,
+            device=device,
         )
         from asymcheck_lab.report import TrainingBar, show_training
 
@@ -125,9 +172,9 @@ def demo(
         from asymcheck.planning.strategies import resolve
         from asymcheck_lab.data import load_text
         from asymcheck_lab.demo import DemoOptions, gather, judge, write_report
-        from asymcheck_lab.models import find
+        from asymcheck_lab.presets import load_preset
 
-        find("gpt2", size)
+        load_preset("gpt2", size)
         resolve(strategy)
         load_text(data)
         options = DemoOptions(
@@ -442,3 +489,6 @@ def _readable_warnings() -> Iterator[None]:
         warnings.simplefilter("always", CheckpointWarning)
         warnings.showwarning = show
         yield
+
+
+add_commands(app, _readable_errors)

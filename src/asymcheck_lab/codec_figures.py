@@ -26,7 +26,7 @@ from asymcheck_lab.bench import append_record
 from asymcheck_lab.data import BatchLoader, load_text
 from asymcheck_lab.errors import RunError
 from asymcheck_lab.models import FAMILIES, Size
-from asymcheck_lab.train import seed_everything, vary
+from asymcheck_lab.recipe import seed_everything, vary
 
 SIZE = Size(
     context=128,

@@ -1,8 +1,7 @@
-"""The models that can be trained: one row a family, one entry a size.
+"""Small GPT-2 models on bytes, as benchmarks use them; what ``train`` trains is in ``presets``.
 
 Every model is built from a Hugging Face configuration with random weights. Nothing is
-downloaded. ``torch`` and ``transformers`` load when a model is built, not before, so that a
-wrong name is refused at once.
+downloaded. ``torch`` and ``transformers`` load when a model is built, not before.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from asymcheck.errors import nearest
 from asymcheck_lab.data import VOCABULARY
 from asymcheck_lab.errors import UsageError
+from asymcheck_lab.presets import load_preset
 
 if TYPE_CHECKING:
     import torch
@@ -101,29 +101,23 @@ def _causal_loss(
     return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+def _size(name: str) -> Size:
+    preset = load_preset("gpt2", name)
+    return Size(
+        context=preset.data.context,
+        batch=preset.recipe.batch,
+        learning_rate=preset.recipe.learning_rate,
+        warmup_steps=preset.recipe.warmup_steps,
+        config=dict(preset.config),
+    )
+
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "gpt2": Family(
             build=_build_gpt2,
             loss=_causal_loss,
-            sizes={
-                # For tests: 0.1 MB of parameters, a step takes milliseconds.
-                "tiny": Size(
-                    context=32,
-                    batch=8,
-                    learning_rate=3e-3,
-                    warmup_steps=5,
-                    config={"n_layer": 2, "n_embd": 32, "n_head": 2},
-                ),
-                # 3.3 million parameters, 39 MB with two moments; dropout as in GPT-2: 0.1.
-                "demo": Size(
-                    context=128,
-                    batch=4,
-                    learning_rate=1e-3,
-                    warmup_steps=20,
-                    config={"n_layer": 4, "n_embd": 256, "n_head": 4},
-                ),
-            },
+            sizes={name: _size(name) for name in ("tiny", "demo")},
         ),
     }
 )

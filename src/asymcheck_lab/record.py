@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,12 +27,14 @@ class StepRecord:
         loss: Of the batch, before the update.
         seconds: The whole step, with the call of the Checkpointer.
         resumed_from: Step at which this process had started, 0 for a fresh start.
+        scores: What an evaluation after it found, by name; empty where there was none.
     """
 
     step: int
     loss: float
     seconds: float
     resumed_from: int
+    scores: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def loss_hex(self) -> str:
@@ -41,13 +43,15 @@ class StepRecord:
 
     def to_line(self) -> str:
         """One line of JSON, with its line end."""
-        fields = {
+        fields: dict[str, Any] = {
             "step": self.step,
             "loss": self.loss,
             "loss_hex": self.loss_hex,
             "seconds": round(self.seconds, 6),
             "resumed_from": self.resumed_from,
         }
+        if self.scores:
+            fields["scores"] = dict(self.scores)
         return json.dumps(fields) + "\n"
 
 
@@ -79,8 +83,9 @@ def _parse(path: Path, number: int, line: bytes) -> StepRecord:
         if not all(type(fields[name]) is kind for name, kind in _FIELDS.items()):
             raise TypeError
         loss = float.fromhex(fields["loss_hex"])
-        return StepRecord(fields["step"], loss, fields["seconds"], fields["resumed_from"])
-    except (ValueError, TypeError, KeyError, OverflowError):
+        scores = {str(name): float(value) for name, value in fields.get("scores", {}).items()}
+        return StepRecord(fields["step"], loss, fields["seconds"], fields["resumed_from"], scores)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         raise DataError(
             f"{path}, line {number}",
             expected=f"a JSON object with {', '.join(_FIELDS)}",
@@ -201,6 +206,7 @@ class Result:
         drain_s: Seconds until the last checkpoint was durable, after the loop.
         checkpoints: What was saved.
         fingerprint: Name to sha256 of every piece of the final state.
+        scores: What the evaluation at the end found, by name.
     """
 
     steps: int
@@ -212,6 +218,7 @@ class Result:
     drain_s: float
     checkpoints: tuple[SavedCheckpoint, ...]
     fingerprint: Mapping[str, str]
+    scores: Mapping[str, float] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Put it into a file, as a whole or not at all.

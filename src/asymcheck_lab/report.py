@@ -92,6 +92,9 @@ def show_training(console: Console, options: TrainOptions, result: Result) -> No
         size = round(median(c.stored_bytes for c in result.checkpoints))
         table.add_row("checkpoints", f"{len(result.checkpoints)} of {size_text(size)}")
         table.add_row("stall per checkpoint", f"{1000 * stall_s:.1f} ms (median)")
+    if result.scores:
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in result.scores.items())
+        table.add_row("on held-out data", shown)
     table.add_row("log", str(options.log))
     console.print(table)
     if root is not None and not root.startswith("memory:"):  # what ends with this process

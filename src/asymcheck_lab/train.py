@@ -1,32 +1,30 @@
-"""One recipe: a language model on real text, checkpointed, resumed without being asked."""
+"""A training: checkpointed, resumed without being asked, logged step by step."""
 
 from __future__ import annotations
 
 import math
-import random
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from asymcheck import Checkpointer
+from asymcheck.errors import nearest
 from asymcheck.recovery import RestoreReport
-from asymcheck_lab.data import VOCABULARY, BatchLoader, load_text
 from asymcheck_lab.errors import RunError, UsageError
 from asymcheck_lab.fingerprint import fingerprint
-from asymcheck_lab.models import Family, Size, find
+from asymcheck_lab.presets import PRECISIONS, Preset, load_preset, task_of
+from asymcheck_lab.recipe import Recipe, check_precision
+from asymcheck_lab.recipe import seed_everything as seed_everything
+from asymcheck_lab.recipe import vary as vary
 from asymcheck_lab.record import Ledger, LogWriter, Result, StepRecord
-
-_WEIGHT_DECAY = 0.1
-_CLIP_NORM = 1.0
-_CLEAN_BATCHES = 0.25
-_BYTE_NOISE = 0.01
+from asymcheck_lab.sizes import refuse_what_cannot_fit
+from asymcheck_lab.tasks import open_data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +32,11 @@ class TrainOptions:
     """What to train, and where its traces go.
 
     Attributes:
-        model: Name of a family.
-        size: Name of one of its sizes.
-        data: A UTF-8 file, ``None`` for the text that ships with Python.
+        model: Name of a model.
+        size: Name of one of its sizes, or the path of a preset.
+        task: One of the model's tasks, ``None`` for its first.
+        data: What the task reads, ``None`` for what is embedded; see ``open_data``.
+        pretrained: A local folder of weights and tokenizer, ``None`` for random weights.
         steps: Updates in all, those before a restart included.
         root: Where checkpoints go, a path or URL; ``None`` for a run without.
         every: Steps between two checkpoints.
@@ -48,11 +48,19 @@ class TrainOptions:
         seed: For weights, dropout, noise and the order of the data.
         threads: Threads of torch's kernels. Sums are split among them, so another number
             gives other bits.
+        precision: One of ``PRECISIONS``, ``None`` for the preset's.
+        accumulate: Batches of an update, ``None`` for the preset's.
+        recompute: Whether to compute activations again, ``None`` for the preset's.
+        workers: Threads that make batches ahead.
+        evaluate_every: Steps between two evaluations, 0 for one at the end.
+        device: Where the model is trained.
     """
 
     model: str = "gpt2"
     size: str = "demo"
+    task: str | None = None
     data: Path | None = None
+    pretrained: Path | None = None
     steps: int = 200
     root: str | None = None
     every: int = 20
@@ -63,12 +71,47 @@ class TrainOptions:
     result: Path | None = None
     seed: int = 0
     threads: int = 2
+    precision: str | None = None
+    accumulate: int | None = None
+    recompute: bool | None = None
+    workers: int = 0
+    evaluate_every: int = 0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name, lowest in (("steps", 1), ("every", 1), ("threads", 1), ("seed", 0)):
+        for name, lowest in (
+            ("steps", 1),
+            ("every", 1),
+            ("threads", 1),
+            ("seed", 0),
+            ("accumulate", 1),
+            ("workers", 0),
+            ("evaluate_every", 0),
+        ):
             value = getattr(self, name)
-            if value < lowest:
+            if value is not None and value < lowest:
                 raise UsageError(f"{name}: expected at least {lowest}, found {value}")
+
+    def preset(self) -> Preset:
+        """The preset, with what these options change in it.
+
+        Raises:
+            LabError: There is none, or a change is wrong.
+        """
+        preset = load_preset(self.model, self.size)
+        wanted = {
+            "precision": self.precision,
+            "accumulate": self.accumulate,
+            "recompute": self.recompute,
+        }
+        changes: dict[str, Any] = {k: v for k, v in wanted.items() if v is not None}
+        preset = replace(preset, recipe=replace(preset.recipe, **changes))
+        if preset.recipe.precision not in PRECISIONS:
+            raise UsageError(
+                f"precision: expected one of {list(PRECISIONS)}, found "
+                f"{preset.recipe.precision!r}{nearest(preset.recipe.precision, PRECISIONS)}"
+            )
+        return preset
 
 
 class Observer(Protocol):
@@ -100,13 +143,27 @@ def train(options: TrainOptions, observer: Observer | None = None) -> Result:
         LabError: The data or an option cannot be used, or the loss is no number.
         CheckpointError: The library refused or lost something.
     """
-    family, size = find(options.model, options.size)
-    loader = BatchLoader(
-        load_text(options.data), context=size.context, batch=size.batch, seed=options.seed
+    preset, task = options.preset(), task_of(options.model, options.task)
+    check_precision(preset.recipe.precision, options.device)
+    refuse_what_cannot_fit(
+        preset, task, checkpoints=options.root is not None, device=options.device
     )
-    with _deterministic(options.threads), LogWriter(options.log) as log:
-        job = _Job(options, family, size, loader)
-        result = job.run(log, observer or Silent())
+    data = open_data(preset, task, options.data, pretrained=options.pretrained)
+    with _deterministic(options), LogWriter(options.log) as log:
+        seed_everything(options.seed)
+        recipe = Recipe(
+            preset,
+            task,
+            data,
+            seed=options.seed,
+            workers=options.workers,
+            device=options.device,
+            pretrained=options.pretrained,
+        )
+        try:
+            result = _Job(options, recipe).run(log, observer or Silent())
+        finally:
+            recipe.close()
     if options.result is not None:
         result.write(options.result)
     return result
@@ -115,21 +172,9 @@ def train(options: TrainOptions, observer: Observer | None = None) -> Result:
 class _Job:
     """The live objects of one training, and its loop."""
 
-    def __init__(
-        self, options: TrainOptions, family: Family, size: Size, loader: BatchLoader
-    ) -> None:
-        seed_everything(options.seed)
+    def __init__(self, options: TrainOptions, recipe: Recipe) -> None:
         self._options = options
-        self._family = family
-        self._loader = loader
-        self._model = family.build(size)
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=size.learning_rate, weight_decay=_WEIGHT_DECAY
-        )
-        # Constant after the warm-up: a run that is made longer goes on as if it always was.
-        self._scheduler = torch.optim.lr_scheduler.LinearLR(
-            self._optimizer, start_factor=1 / size.warmup_steps, total_iters=size.warmup_steps
-        )
+        self._recipe = recipe
         self._ledger = Ledger()
 
     def run(self, log: LogWriter, observer: Observer) -> Result:
@@ -164,10 +209,9 @@ class _Job:
             drain_s=drain_s,
             checkpoints=tuple(self._ledger.checkpoints()),
             fingerprint=fingerprint(
-                self._model,
-                self._optimizer,
-                {"sched": self._scheduler.state_dict(), "data": self._loader.state_dict()},
+                self._recipe.model, self._recipe.optimizer, self._recipe.values()
             ),
+            scores=self._recipe.evaluate(),
         )
 
     def _checkpointer(self) -> Checkpointer | None:
@@ -175,12 +219,7 @@ class _Job:
             return None
         return Checkpointer(
             self._options.root,
-            state={
-                "model": self._model,
-                "optim": self._optimizer,
-                "sched": self._scheduler,
-                "data": self._loader,
-            },
+            state=self._recipe.state(),
             strategy=self._options.strategy,
             every_steps=self._options.every,
             keep_last=self._options.keep_last,
@@ -190,54 +229,27 @@ class _Job:
 
     def _step(self, step: int, start: int, checkpointer: Checkpointer | None) -> StepRecord:
         begin_s = perf_counter()
-        inputs, labels = vary(next(self._loader))
-        loss = self._family.loss(self._model, inputs, labels)
-        value = loss.item()
+        value = self._recipe.forward()
         if not math.isfinite(value):
             raise RunError(f"step {step}: the loss is {value}; nothing was saved from it")
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), _CLIP_NORM)
-        self._optimizer.step()
-        self._scheduler.step()
-        self._optimizer.zero_grad()
+        self._recipe.update()
         if checkpointer is not None:
             checkpointer.step(step, metrics={"loss": value})
-        return StepRecord(step, value, perf_counter() - begin_s, start)
-
-
-def vary(batch: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch as the model sees it, and what it should predict.
-
-    One input byte in a hundred is replaced, as NumPy's generator says, but for every fourth
-    batch or so, which Python's leaves clean. With dropout from torch's generator, each of the
-    three decides over the loss: one that is not restored shows at once. Every step does the
-    same amount of work, so that times can be compared.
-
-    Args:
-        batch: ``[batch, context]`` tokens.
-    """
-    inputs = batch
-    if random.random() >= _CLEAN_BATCHES:
-        noise = np.random.random(batch.shape) < _BYTE_NOISE
-        inputs = np.where(noise, np.random.randint(0, VOCABULARY, batch.shape), batch)
-    return torch.from_numpy(inputs), torch.from_numpy(batch)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the generators of Python, NumPy and torch."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+        seconds, due = perf_counter() - begin_s, self._options.evaluate_every
+        scores = self._recipe.evaluate() if due and step % due == 0 else {}
+        return StepRecord(step, value, seconds, start, scores)
 
 
 @contextmanager
-def _deterministic(threads: int) -> Iterator[None]:
+def _deterministic(options: TrainOptions) -> Iterator[None]:
     before: tuple[Any, ...] = (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    torch.set_num_threads(threads)
+    if options.device != "cpu":  # what cuBLAS wants before it promises the same bits
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(options.threads)
     torch.use_deterministic_algorithms(True)
     try:
         yield

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+import asymcheck_lab.presets
+import asymcheck_lab.recipe
 import asymcheck_lab.train
 from asymcheck import Checkpointer, IncompatibleCheckpoint
 from asymcheck_lab.errors import DataError, LabError, RunError, UsageError
@@ -205,27 +207,26 @@ def test_a_loss_that_is_no_number_ends_the_run_and_earlier_checkpoints_stand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run(tmp_path, steps=8)
-    vary = asymcheck_lab.train.vary
+    vary = asymcheck_lab.recipe.vary
 
-    def spoil(batch: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, labels = vary(batch)
+    def spoil(*given) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, labels = vary(*given)
         return inputs, torch.full_like(labels, -100)  # nothing counts: 0 / 0
 
-    monkeypatch.setattr(asymcheck_lab.train, "vary", spoil)
+    monkeypatch.setattr(asymcheck_lab.recipe, "vary", spoil)
     with pytest.raises(RunError, match="step 9: the loss is nan"):
         run(tmp_path)
     monkeypatch.undo()
     assert run(tmp_path)[1].resumed_from == 8
 
 
-def test_another_size_than_the_checkpoint_is_refused_by_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_another_size_than_the_checkpoint_is_refused_by_key(tmp_path: Path):
     run(tmp_path, steps=4)
-    tiny = asymcheck_lab.models.FAMILIES["gpt2"].sizes["tiny"]
-    monkeypatch.setitem(tiny.config, "n_embd", 48)
+    tiny = Path(asymcheck_lab.presets.__file__).parent / "presets" / "gpt2" / "tiny.toml"
+    wider = tmp_path / "wider.toml"
+    wider.write_text(tiny.read_text().replace("n_embd = 32", "n_embd = 48"))
     with pytest.raises(IncompatibleCheckpoint, match="wte"):
-        run(tmp_path)
+        run(tmp_path, size=str(wider))
 
 
 def test_another_text_than_the_checkpoint_is_refused(tmp_path: Path):
@@ -235,7 +236,7 @@ def test_another_text_than_the_checkpoint_is_refused(tmp_path: Path):
     with pytest.raises(Exception, match="part") as failure:
         run(tmp_path, data=other)
     assert isinstance(failure.value.__cause__, LabError)
-    assert "this run was started with the text" in str(failure.value.__cause__)
+    assert "this run was started with the data" in str(failure.value.__cause__)
 
 
 def test_a_foreign_file_in_the_place_of_the_log_is_left_alone(tmp_path: Path):

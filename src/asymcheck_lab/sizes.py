@@ -1,0 +1,239 @@
+"""How large a preset is, before any of it is allocated.
+
+Parameters are counted on the ``meta`` device, where tensors have shapes and no memory. What a
+forward pass keeps for its backward pass is counted there too: every tensor that autograd saves,
+by the hooks that it offers for this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asymcheck.rendering import size_text
+from asymcheck_lab.errors import UsageError
+from asymcheck_lab.families import build, on_meta
+from asymcheck_lab.presets import Preset
+
+_FULL = 4
+_HALF = 2
+_MOMENTS = 2
+# AdamW works tensor by tensor: the denominator, its root and one product are there at once.
+_UPDATE_TEMPORARIES = 3
+_RUNTIME_BYTES = 500 * 2**20
+# A layer's input is 2 of the 34 bytes that it keeps of each hidden value (Korthikanti et al.
+# 2022, "Reducing Activation Recomputation", equation 1).
+_INPUT_SHARE = 2 / 34
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes that one rank holds.
+
+    Attributes:
+        parameters: That forward and backward use.
+        gradients: Of them.
+        optimizer: Moments, and fp32 parameters where the others are half.
+        checkpoint: What this rank saves: fp32 parameters and moments, its share of them.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    checkpoint: int
+
+    @property
+    def total(self) -> int:
+        """All that training holds; a checkpoint's copy is not part of it."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def memory_per_rank(
+    parameters: int, *, world: int = 1, stage: int = 0, half: bool = False
+) -> RankMemory:
+    """Memory of model states under Adam, 16 bytes a parameter over all (Rajbhandari et al. 2020,
+    ZeRO, section 3.1 and figure 1).
+
+    Args:
+        parameters: Of the whole model.
+        world: Ranks.
+        stage: Of ZeRO: 0 shares nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
+        half: Whether parameters and gradients are fp16 or bf16 over an fp32 master copy, as in
+            DeepSpeed; else all is fp32, as under autocast.
+
+    Raises:
+        UsageError: A number is out of range.
+    """
+    for name, value, good in (
+        ("parameters", parameters, parameters >= 0),
+        ("world", world, world >= 1),
+        ("zero", stage, 0 <= stage <= 3),
+    ):
+        if not good:
+            low, high = {"parameters": (0, "…"), "world": (1, "…"), "zero": (0, 3)}[name]
+            raise UsageError(f"{name}: expected a number from {low} to {high}, found {value}")
+    share = -(-parameters // world)  # of the largest rank
+    width = _HALF if half else _FULL
+    moments = _MOMENTS * _FULL + (_FULL if half else 0)
+    return RankMemory(
+        parameters=width * (share if stage >= 3 else parameters),
+        gradients=width * (share if stage >= 2 else parameters),
+        optimizer=moments * (share if stage >= 1 else parameters),
+        checkpoint=(1 + _MOMENTS) * _FULL * (share if stage >= 1 else parameters),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A preset's figures for one task.
+
+    Attributes:
+        parameters: Number of them; tied ones count once.
+        largest: Number of the largest single parameter.
+        buffer_bytes: Of buffers such as running means.
+        activation_bytes: What one batch keeps for its backward pass.
+    """
+
+    parameters: int
+    largest: int
+    buffer_bytes: int
+    activation_bytes: int
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Parameters and two moments in fp32, and buffers."""
+        return memory_per_rank(self.parameters).checkpoint + self.buffer_bytes
+
+    @property
+    def training_bytes(self) -> int:
+        """What a training on one rank in fp32 needs at its peak, torch itself included."""
+        update = _UPDATE_TEMPORARIES * _FULL * self.largest
+        return (
+            memory_per_rank(self.parameters).total
+            + self.buffer_bytes
+            + max(self.activation_bytes, update)
+            + _RUNTIME_BYTES
+        )
+
+
+def count_parameters(preset: Preset, task: str) -> int:
+    """Exact number of parameters; tied ones count once.
+
+    Raises:
+        LabError: The preset names what does not exist.
+    """
+    with on_meta():
+        return sum(p.numel() for p in build(preset, task).parameters())
+
+
+def measure(preset: Preset, task: str) -> Measured:
+    """Count a preset without allocating it; takes seconds for the largest.
+
+    Raises:
+        LabError: The preset names what does not exist.
+    """
+    with on_meta():
+        model = build(preset, task)
+        parameters = list(model.parameters())
+        kept = _kept_bytes(model, _batch(preset, task))
+    if preset.recipe.recompute:
+        layers = max(1, int(getattr(model.config, "num_hidden_layers", 1)))
+        kept = round(kept * (1 / layers + _INPUT_SHARE))
+    return Measured(
+        parameters=sum(p.numel() for p in parameters),
+        largest=max(p.numel() for p in parameters),
+        buffer_bytes=sum(b.nbytes for b in model.buffers()),
+        activation_bytes=kept,
+    )
+
+
+def needed_bytes(measured: Measured, *, checkpoints: bool) -> int:
+    """Memory of the machine for a training, with the copy that a checkpoint is written from."""
+    return measured.training_bytes + (measured.checkpoint_bytes if checkpoints else 0)
+
+
+def refuse_what_cannot_fit(
+    preset: Preset, task: str, *, checkpoints: bool, device: str = "cpu"
+) -> Measured:
+    """Say no to a preset that is larger than the memory, before any of it is allocated.
+
+    Raises:
+        UsageError: It is; says what it needs and what there is.
+        LabError: The preset names what does not exist.
+    """
+    measured = measure(preset, task)
+    limits = [("memory", needed_bytes(measured, checkpoints=checkpoints), host_bytes())]
+    if device != "cpu":
+        import torch
+
+        there = int(torch.cuda.get_device_properties(device).total_memory)
+        saved = measured.checkpoint_bytes if checkpoints else 0
+        limits = [
+            (f"memory of {device}", measured.training_bytes, there),
+            ("memory", saved, host_bytes()),
+        ]
+    for what, needed, there in limits:
+        if needed > there:
+            copy = f", {size_text(measured.checkpoint_bytes)} for a checkpoint's copy"
+            raise UsageError(
+                f"{preset.name}: {task} with {measured.parameters:,} parameters needs "
+                f"{size_text(needed)} of {what} ("
+                f"{size_text(memory_per_rank(measured.parameters).total)} for parameters, "
+                f"gradients and moments, {size_text(measured.activation_bytes)} for activations"
+                f"{copy if checkpoints else ''}), found {size_text(there)}: take a smaller size, "
+                f"a smaller batch or a larger machine; asymlab sizes shows what each one needs"
+            )
+    return measured
+
+
+def host_bytes() -> int:
+    """Memory of this machine, or of its control group where that is less."""
+    limits = []
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemTotal:"):
+            limits.append(int(line.split()[1]) * 1024)
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int((Path("/sys/fs/cgroup") / name).read_text(encoding="ascii")))
+        except (OSError, ValueError):  # another version of control groups, or no limit
+            continue
+    return min(limits)
+
+
+def _batch(preset: Preset, task: str) -> Mapping[str, Any]:
+    import torch
+
+    batch, data = preset.recipe.batch, preset.data
+    if task == "image-classification":
+        side = data.image_size
+        return {
+            "pixel_values": torch.empty(batch, data.channels, side, side),
+            "labels": torch.empty(batch, dtype=torch.int64),
+        }
+    ids = torch.empty(batch, data.context, dtype=torch.int64)
+    if task == "span-qa":
+        place = torch.empty(batch, dtype=torch.int64)
+        return {"input_ids": ids, "start_positions": place, "end_positions": place}
+    if preset.model == "gpt2":  # without a mask it looks into its positions, which are not there
+        mask = torch.empty(batch, 1, data.context, data.context)
+        return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    return {"input_ids": ids, "labels": ids}
+
+
+def _kept_bytes(model: Any, batch: Mapping[str, Any]) -> int:  # noqa: ANN401
+    from torch.autograd.graph import saved_tensors_hooks
+
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, Any] = {}
+
+    def keep(tensor: Any) -> Any:  # noqa: ANN401
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage  # held, so that its number is not given out again
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(**batch)
+    return sum(storage.nbytes() for storage in kept.values())
