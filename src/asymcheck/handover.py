@@ -24,6 +24,7 @@ from asymcheck.planning.retention import Retention
 from asymcheck.storage.repository import Repository
 
 _log = logging.getLogger(__name__)
+_LAST_THREAD_S = 2.0
 _POLL_S = 0.01
 _KILL_S = 10.0
 
@@ -128,6 +129,11 @@ def _await_ends(run: str, directory: Path, until_s: float) -> None:
     for persister, trainer in persisters_of(run):
         while persister.is_alive and not trainer.is_alive and monotonic() < until_s:
             sleep(_POLL_S)
+    # A process has ended for us when its first thread has; its files, and with them what it
+    # holds, go with the last one. One of another container looks the same, and stays.
+    until_s = min(until_s, monotonic() + _LAST_THREAD_S)
+    while monotonic() < until_s and not all(o.is_alive for o in _living_owners(run, directory)):
+        sleep(_POLL_S)
 
 
 def take_over(

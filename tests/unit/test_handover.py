@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch._dynamo  # before any fork: each child would load it anew
 
-from asymcheck import Checkpointer, session
+from asymcheck import Checkpointer, handover, session
 from asymcheck.capture import Canary, Capture, dump_capture
 from asymcheck.decoding import verify
 from asymcheck.errors import CheckpointWarning, OptionError, SupersededWriter
@@ -34,6 +34,7 @@ from asymcheck.memory.arena import (
     slot_name,
     slots_of,
 )
+from asymcheck.memory.holding import Hold, Part
 from asymcheck.memory.process import ProcessId
 from asymcheck.planning.layout import Extent
 from asymcheck.planning.retention import CheckpointId, Retention
@@ -149,6 +150,19 @@ def test_a_slot_whose_owner_has_a_number_that_another_process_has_now_is_taken_o
     repository = repository_at(root)
     repository.claim(None)
     leave_slot(repository, os.getpid(), start=1)
+    assert finish_all(repository) == [3]
+
+
+def test_a_trainer_whose_last_thread_still_ends_is_waited_for(
+    root: Path, dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number is gone when its first thread is; what it holds goes with the last one."""
+    repository = repository_at(root)
+    repository.claim(None)
+    path = leave_slot(repository, dead)
+    with path.open("rb") as file:
+        hold = Hold(file.fileno(), Part.OWNER)
+    monkeypatch.setattr(handover, "sleep", lambda _: hold.release())
     assert finish_all(repository) == [3]
 
 
