@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from asymcheck.encoding import GroupReport
@@ -106,23 +106,12 @@ class Handle:
 
 def report_of(found: Durable, eager_bytes: int, step_stall_s: float) -> SaveReport:
     """What the trainer knows when a checkpoint became durable; the copy is not in it yet."""
+    told = {f.name: getattr(found, f.name) for f in fields(found)}
     return SaveReport(
-        step=found.step,
-        attempt=found.attempt,
-        raw_bytes=found.raw_bytes,
+        **told,
         eager_bytes=eager_bytes,
-        stored_bytes=found.stored_bytes,
         step_stall_s=step_stall_s,
         fence_stall_s=0.0,
         copy_s=0.0,
-        persist_s=found.persist_s,
-        durable_s=found.durable_s,
-        cpu_s=found.cpu_s,
         lag_steps=0,
-        encode_s=found.encode_s,
-        write_s=found.write_s,
-        batches=found.batches,
-        groups=found.groups,
-        fidelity=found.fidelity,
-        base=found.base,
     )
