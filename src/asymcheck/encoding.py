@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from asymcheck.capture import Capture
 from asymcheck.errors import CaptureError, DroppedCheckpoint
 from asymcheck.events import Sink, Stage, discard, timed
+from asymcheck.memory.host import usable_cores
 from asymcheck.planning.batching import FixedBytes, Policy, Ready, square_root
 from asymcheck.planning.cost import RAW, Kind, Linear, LinearFit, Option, choose, paper_compresses
 from asymcheck.planning.layout import PAGE_BYTES, Extent, MiB, align_up
@@ -204,7 +204,7 @@ class Chooser:
     @property
     def workers(self) -> int:
         """Threads that encode, when there is something to encode."""
-        return self._selection.workers or max(1, _cores() // 4)
+        return self._selection.workers or max(1, usable_cores() // 4)
 
     @property
     def base(self) -> CheckpointId | None:
@@ -460,13 +460,6 @@ def _paper_says(kind: Kind, store: Linear) -> bool:
         return False
     encode = Linear(0.0, 1.0 / kind.options[0].encode_bytes_per_s)
     return paper_compresses(kind.nbytes, _PAPER_DENSITY, encode, store)
-
-
-def _cores() -> int:
-    """That this process may use, where the system tells."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _places(capture: Capture) -> dict[Extent, _Place]:

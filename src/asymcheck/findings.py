@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asymcheck.handover import LeftOver, left_over
 from asymcheck.memory.arena import SHARED_MEMORY, capacity_for
-from asymcheck.memory.host import read_text
+from asymcheck.memory.host import read_text, usable_cores
 from asymcheck.planning.layout import PAGE_BYTES
 from asymcheck.rendering import size_text
 from asymcheck.storage.local import Files
@@ -97,7 +97,7 @@ class Host:
 
     def cores(self) -> tuple[int, int]:
         """Cores of the machine, and those that this process may use."""
-        return os.cpu_count() or 1, len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1, usable_cores()
 
     def version(self, package: str) -> str | None:
         """Installed version of a package, ``None`` where there is none."""

@@ -25,6 +25,7 @@ from asymcheck.decoding import Decoding
 from asymcheck.encoding import Chooser, Encoder, Group
 from asymcheck.errors import CaptureError, DroppedCheckpoint, NoCheckpoint, OptionError, StoreError
 from asymcheck.events import Sink, discard
+from asymcheck.memory import host
 from asymcheck.persist import MESSAGE_BYTES, Durable, write_checkpoint
 from asymcheck.planning.batching import FixedBytes, Ready
 from asymcheck.planning.cost import Option
@@ -599,8 +600,8 @@ def test_a_selection_that_is_none_is_refused_with_its_name(wrong: Any, message: 
 def test_where_the_system_does_not_say_which_cores_there_are_all_of_them_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delattr(encoding.os, "sched_getaffinity")
-    monkeypatch.setattr(encoding.os, "cpu_count", lambda: 12)
+    monkeypatch.delattr(host.os, "sched_getaffinity")
+    monkeypatch.setattr(host.os, "cpu_count", lambda: 12)
     assert Chooser(EXACT).workers == 3
 
 

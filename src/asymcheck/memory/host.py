@@ -114,6 +114,13 @@ def available_bytes(read: Read = read_text) -> int:
     return min([room, *(limit.room_bytes for limit in memory_limits(read))])
 
 
+def usable_cores() -> int:
+    """Cores that this process may use; all of the machine where the system does not tell."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def core_limit(read: Read = read_text) -> float | None:
     """Cores' worth of time that the control groups of this process allow, if they limit it."""
     quotas = []
