@@ -9,7 +9,8 @@ which instants the copy uses, and that matters only where copying disturbs train
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -104,40 +105,49 @@ class Partitioner(Protocol):
         ...
 
 
+class _ByWeight(ABC):
+    """Shares in proportion to the weight of a window; everything in the first without any."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _weight(self, window: Window) -> float: ...
+
+    def divide(
+        self,
+        lazy_bytes: int,
+        windows: Sequence[Window],
+        bandwidth_bytes_per_s: float,
+        contention: Contention = UNKNOWN,
+        previous: PartitionPlan | None = None,
+    ) -> PartitionPlan:
+        """See ``Partitioner``."""
+        # The sum so far is rounded, not the share: so nothing is left over at the end.
+        sums = list(accumulate(self._weight(w) for w in windows))
+        if not sums or not sums[-1]:
+            return PartitionPlan((lazy_bytes,) * max(1, len(sums)), tuple(windows), lazy_bytes)
+        bounds = (min(lazy_bytes, round(lazy_bytes * (s / sums[-1]))) for s in sums[:-1])
+        return PartitionPlan((*bounds, lazy_bytes), tuple(windows), lazy_bytes)
+
+
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(_ByWeight):
     """Everything may go in the first window: a copy that runs freely (DataStates-LLM)."""
 
-    def divide(
-        self,
-        lazy_bytes: int,
-        windows: Sequence[Window],
-        bandwidth_bytes_per_s: float,
-        contention: Contention = UNKNOWN,
-        previous: PartitionPlan | None = None,
-    ) -> PartitionPlan:
-        """See ``Partitioner``."""
-        return _by_weight(lazy_bytes, windows, lambda _: 0.0)
+    def _weight(self, window: Window) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Uniform:
+class Uniform(_ByWeight):
     """The same number of bytes in every window, whatever its length."""
 
-    def divide(
-        self,
-        lazy_bytes: int,
-        windows: Sequence[Window],
-        bandwidth_bytes_per_s: float,
-        contention: Contention = UNKNOWN,
-        previous: PartitionPlan | None = None,
-    ) -> PartitionPlan:
-        """See ``Partitioner``."""
-        return _by_weight(lazy_bytes, windows, lambda _: 1.0)
+    def _weight(self, window: Window) -> float:
+        return 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class IdleProportional:
+class IdleProportional(_ByWeight):
     """The paper's asymmetric rule (section 4.1): ``r_i = R · t_i / ΣT``, t the idle periods.
 
     Each size is within one byte of the rule and together they are R. That backward partitions
@@ -145,30 +155,8 @@ class IdleProportional:
     optimizer) forward ones are. Without any idle time the copy runs freely.
     """
 
-    def divide(
-        self,
-        lazy_bytes: int,
-        windows: Sequence[Window],
-        bandwidth_bytes_per_s: float,
-        contention: Contention = UNKNOWN,
-        previous: PartitionPlan | None = None,
-    ) -> PartitionPlan:
-        """See ``Partitioner``."""
-        return _by_weight(lazy_bytes, windows, lambda w: w.idle_s)
-
-
-def _by_weight(
-    lazy_bytes: int, windows: Sequence[Window], weight: Callable[[Window], float]
-) -> PartitionPlan:
-    """Shares in proportion to weights; without any weight everything in the first window.
-
-    The sum so far is rounded, not the share: so nothing is left over at the end.
-    """
-    sums = list(accumulate(weight(w) for w in windows))
-    if not sums or not sums[-1]:
-        return PartitionPlan((lazy_bytes,) * max(1, len(sums)), tuple(windows), lazy_bytes)
-    bounds = (min(lazy_bytes, round(lazy_bytes * (s / sums[-1]))) for s in sums[:-1])
-    return PartitionPlan((*bounds, lazy_bytes), tuple(windows), lazy_bytes)
+    def _weight(self, window: Window) -> float:
+        return window.idle_s
 
 
 @dataclass(frozen=True, slots=True)
