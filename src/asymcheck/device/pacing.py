@@ -13,7 +13,7 @@ from torch import nn
 from asymcheck.device.profile import Instant, Profiler
 from asymcheck.planning.adaptive import Decision, decide
 from asymcheck.planning.contention import Contention, Phase
-from asymcheck.planning.plan import Partitioner, PartitionPlan
+from asymcheck.planning.plan import Partitioner
 from asymcheck.planning.windows import total_s
 
 _POLL_S = 0.002
@@ -58,7 +58,6 @@ class Pacing:
         self._partitioner = partitioner
         self._contention = Contention()
         self._generation = 0
-        self._plan: PartitionPlan | None = None
         self._link = _Link()
         self._opened: list[tuple[float, Phase]] = []
         self._steps = 0
@@ -97,10 +96,10 @@ class Pacing:
         for pair in self._profiler.take_pairs():
             self._contention = self._contention.add(**pair._asdict())
         windows, bandwidth = self._profiler.windows(), self._profiler.copy_bytes_per_s
+        previous = None if self.decision is None else self.decision.plan
         self.decision = decision = decide(
-            self._partitioner, lazy_bytes, windows, bandwidth, self._contention, self._plan
+            self._partitioner, lazy_bytes, windows, bandwidth, self._contention, previous
         )
-        self._plan = decision.plan
         return Pace(decision, self._contention, bandwidth, self._profiler, self._link, self._opened)
 
     @contextmanager
