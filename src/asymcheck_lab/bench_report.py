@@ -8,7 +8,7 @@ from typing import Any
 
 from asymcheck_lab.bench_stats import Estimate, Summary, summarize
 from asymcheck_lab.errors import DataError, LabError
-from asymcheck_lab.record import median
+from asymcheck_lab.record import measured_when, median
 from asymcheck_lab.rivals import NONE, RIVALS
 
 BEGIN = "<!-- results: begin -->"
@@ -66,7 +66,7 @@ def _about(records: Sequence[Mapping[str, Any]], summary: Summary) -> str:
     good = next(r for r in records if not r.get("error"))
     per_run = len(good["checkpoints"])
     lines = [
-        f"Measured {first['session'][:10]}, commit `{(first['commit'] or 'unknown')[:12]}`"
+        f"{measured_when(first)}"
         + ("" if first["commit_is_clean"] else " with changes that were not committed")
         + f", with `{first['command']}`.",
         "",

@@ -27,6 +27,7 @@ from asymcheck_lab.data import BatchLoader, load_text
 from asymcheck_lab.errors import RunError
 from asymcheck_lab.models import FAMILIES, Size
 from asymcheck_lab.recipe import seed_everything, vary
+from asymcheck_lab.record import measured_when
 
 SIZE = Size(
     context=128,
@@ -208,7 +209,7 @@ def render(records: list[dict[str, Any]]) -> str:
     """The rows of one session as Markdown."""
     first = records[0]
     lines = [
-        f"Measured {first['session'][:10]}, commit `{(first['commit'] or 'unknown')[:12]}`, with "
+        f"{measured_when(first)}, with "
         f"`{first['command']}`, on one thread of {first['machine']['cpu']}: a GPT-2 of 25 million "
         f"parameters after {KEY_FRAME} updates, and 1 and 10 updates later for those that need a "
         f"key-frame. Ratio is stored bytes by raw bytes; speeds are raw bytes by CPU seconds, the "

@@ -8,7 +8,7 @@ from typing import Any
 
 from asymcheck_lab.bench_stats import Estimate, estimate
 from asymcheck_lab.errors import DataError
-from asymcheck_lab.record import median
+from asymcheck_lab.record import measured_when, median
 
 Record = Mapping[str, Any]
 
@@ -208,7 +208,7 @@ def _about(first: Record) -> str:
     machine = first["machine"]
     clean = "" if first["commit_is_clean"] else " with changes that were not committed"
     return (
-        f"Measured {first['session'][:10]}, commit `{(first['commit'] or 'unknown')[:12]}`{clean}, "
+        f"{measured_when(first)}{clean}, "
         f"with `{first['command']}`, on {machine['cpu']}, {machine['cores_used']} of "
         f"{machine['cpus']} cores, {machine['file_system']}, Linux {machine['kernel']}, torch "
         f"{first['versions']['torch']}."

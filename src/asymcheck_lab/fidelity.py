@@ -25,7 +25,7 @@ from asymcheck.planning.strategies import Strategy
 from asymcheck_lab.data import BatchLoader, Text, load_text
 from asymcheck_lab.errors import RunError, UsageError
 from asymcheck_lab.models import FAMILIES, Size
-from asymcheck_lab.record import median
+from asymcheck_lab.record import measured_when, median
 from asymcheck_lab.train import seed_everything, vary
 
 SIZE = Size(
@@ -298,7 +298,7 @@ def render(records: Sequence[dict[str, Any]], image: str) -> str:
     steps = len(first["losses"])
     seeds = len({r["seed"] for r in records})
     lines = [
-        f"Measured {first['session'][:10]}, commit `{(first['commit'] or 'unknown')[:12]}`, with "
+        f"{measured_when(first)}, with "
         f"`{first['command']}`: {seeds} trainings of a GPT-2 with two layers of 128, resumed at "
         f"step {first['resume_at']} from a checkpoint of each class and trained on for {steps} "
         f"updates with the same batches and the same noise. The lossy checkpoints are the last "
@@ -325,12 +325,12 @@ def _signed(more: float) -> str:
 
 def plot(records: Sequence[dict[str, Any]], into: Path) -> None:
     """Loss and difference to the exact curve, means over seeds of ten updates in a row."""
-    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True)
     exact = {r["seed"]: r["losses"] for r in records if r["curve"] == "exact"}
     start = records[0]["resume_at"]
     for curve in CURVES:
@@ -352,7 +352,6 @@ def plot(records: Sequence[dict[str, Any]], into: Path) -> None:
     bottom.set_xlabel("update; mean of ten, and over seeds")
     into.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(into, dpi=100, metadata={"Software": None})
-    plt.close(figure)
 
 
 def _mean(rows: Sequence[Sequence[float]]) -> list[float]:

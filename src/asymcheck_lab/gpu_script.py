@@ -21,6 +21,7 @@ from typing import Any
 
 from asymcheck_lab.bench import append_record, describe_session, read_records, watch_child
 from asymcheck_lab.errors import LabError, RunError
+from asymcheck_lab.record import measured_when
 
 NOT_HERE = "not run here: no CUDA device"
 BUDGET_S = 460.0
@@ -165,7 +166,7 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
     first = records[0]
     machine = first["machine"]
     lines = [
-        f"Measured {first['session'][:10]}, commit `{(first['commit'] or 'unknown')[:12]}`, on "
+        f"{measured_when(first)}, on "
         f"{machine['device']}, {machine['cpu']}, {machine['cores_used']} cores, "
         f"{machine['file_system']}, torch {first['versions']['torch']}.",
         "",

@@ -252,6 +252,16 @@ def read_result(path: Path) -> Result:
         ) from failure
 
 
+def measured_when(first: Mapping[str, Any]) -> str:
+    """How a report on records begins: when they were measured, and of which commit.
+
+    Args:
+        first: A record of the session.
+    """
+    commit = (first["commit"] or "unknown")[:12]
+    return f"Measured {first['session'][:10]}, commit `{commit}`"
+
+
 def median(values: Iterable[float]) -> float:
     """The middle one, the mean of the middle two of an even number; 0 where there is none."""
     ordered = sorted(values)
