@@ -15,8 +15,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -110,14 +110,7 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> list[dict[st
         UsageError: The results cannot be appended to.
         LabError: The medium failed.
     """
-    cores = tuple(sorted(os.sched_getaffinity(0))[:2])
-    if options.results.exists():
-        read_records(options.results)
-    try:
-        options.folder.mkdir(parents=True, exist_ok=True)
-        options.results.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as failure:
-        raise LabError(f"{failure.filename}: {failure.strerror}") from failure
+    cores = prepare(options.folder, options.results, read_records)
     session = {
         **describe_session(options.command, options.folder, cores),
         "size": options.size,
@@ -144,6 +137,30 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> list[dict[st
             append_record(options.results, record)
             say(f"round {round_number} of {options.rounds}, {system}: {_in_short(record)}")
     return records
+
+
+def prepare(
+    folder: Path, results: Path, read: Callable[[Path], list[dict[str, Any]]]
+) -> tuple[int, ...]:
+    """Make sure that runs can be made and recorded; returns the cores that they stay on.
+
+    Args:
+        folder: Runs go below it.
+        results: Gets the records.
+        read: Reads what is there already; raises where it is something else.
+
+    Raises:
+        UsageError: The results cannot be appended to.
+        LabError: The medium failed.
+    """
+    if results.exists():
+        read(results)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        results.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise LabError(f"{failure.filename}: {failure.strerror}") from failure
+    return tuple(sorted(os.sched_getaffinity(0))[:2])
 
 
 def describe_session(command: str, folder: Path, cores: Sequence[int]) -> dict[str, Any]:
@@ -237,35 +254,68 @@ def newest_session(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _run(options: BenchOptions, system: str, cores: tuple[int, ...]) -> dict[str, Any]:
     """One run; what went wrong with it is a field of its record."""
-    scratch = Path(tempfile.mkdtemp(prefix="run-", dir=options.folder)).resolve()
-    root = scratch / "root"
-    root.mkdir()
-    spec = RunSpec(
-        system=system,
-        size=options.size,
-        steps=options.steps,
-        every=options.every,
-        warmup=options.warmup,
-        cores=cores,
-        folder=str(root),
-        verify=options.verify,
-    )
-    try:
-        arguments = [json.dumps(asdict(spec)), str(scratch / "measured.json")]
-        log = scratch / "log.txt"
-        peak_bytes = watch_child("asymcheck_lab.bench_run", arguments, log, options.timeout_s)
-        measured: dict[str, Any] = json.loads((scratch / "measured.json").read_text("utf-8"))
+    with run_root(options.folder) as root:
+        spec = RunSpec(
+            system=system,
+            size=options.size,
+            steps=options.steps,
+            every=options.every,
+            warmup=options.warmup,
+            cores=cores,
+            folder=str(root),
+            verify=options.verify,
+        )
+        try:
+            measured, peak_bytes = measure_in_child(
+                "asymcheck_lab.bench_run", asdict(spec), root.parent, options.timeout_s
+            )
+        except RunError as failure:
+            return {"error": str(failure)}
         checkpoints = len(measured["checkpoints"]) + 1
         return {
             **measured,
             "peak_bytes": peak_bytes,
             "disk_bytes": stored_bytes(root) // checkpoints,
         }
-    except RunError as failure:
-        return {"error": str(failure)}
+
+
+@contextmanager
+def run_root(below: Path) -> Iterator[Path]:
+    """An empty folder for the checkpoints of one run, in one for what else it writes. Both are
+    removed at the end.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="run-", dir=below)).resolve()
+    root = scratch / "root"
+    root.mkdir()
+    try:
+        yield root
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         os.sync()  # what is removed must not be written while the next one is measured
+
+
+def measure_in_child(
+    module: str, spec: Mapping[str, Any], scratch: Path, timeout_s: float
+) -> tuple[dict[str, Any], int]:
+    """Run a module as a process that measures; blocks.
+
+    Args:
+        module: See ``watch_child``; its arguments are a specification and the file to write.
+        spec: The specification.
+        scratch: For that file and the log.
+        timeout_s: See ``watch_child``.
+
+    Returns:
+        What it measured, and its peak of memory in bytes.
+
+    Raises:
+        RunError: It failed or was too slow.
+    """
+    out = scratch / "measured.json"
+    arguments = [json.dumps(spec), str(out)]
+    peak_bytes = watch_child(module, arguments, scratch / "log.txt", timeout_s)
+    measured: dict[str, Any] = json.loads(out.read_text("utf-8"))
+    return measured, peak_bytes
 
 
 def watch_child(module: str, arguments: Sequence[str], log_path: Path, timeout_s: float) -> int:

@@ -6,18 +6,21 @@ process starts them one after the other and appends what they measured.
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asymcheck_lab.bench import append_record, describe_session, read_records, watch_child
+from asymcheck_lab.bench import (
+    append_record,
+    describe_session,
+    measure_in_child,
+    prepare,
+    read_records,
+    run_root,
+)
 from asymcheck_lab.engine_spec import EngineSpec, Task
-from asymcheck_lab.errors import LabError, RunError, UsageError
+from asymcheck_lab.errors import RunError, UsageError
 
 TASKS: tuple[Task, ...] = ("stall", "durable", "ablation", "link")
 REGIMES = ("long", "short")
@@ -127,13 +130,7 @@ def run_engine(options: EngineOptions, say: Callable[[str], None]) -> list[dict[
         UsageError: The results cannot be appended to.
         LabError: The medium failed.
     """
-    cores = tuple(sorted(os.sched_getaffinity(0))[:2])
-    if options.results.exists():
-        read_engine(options.results)
-    try:
-        options.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as failure:
-        raise LabError(f"{failure.filename}: {failure.strerror}") from failure
+    cores = prepare(options.folder, options.results, read_engine)
     session = describe_session(options.command, options.folder, cores)
     records = []
     for spec in cases(options):
@@ -148,19 +145,15 @@ def run_engine(options: EngineOptions, say: Callable[[str], None]) -> list[dict[
 
 
 def _run(spec: EngineSpec, options: EngineOptions) -> dict[str, Any]:
-    scratch = Path(tempfile.mkdtemp(prefix="run-", dir=options.folder)).resolve()
-    root = scratch / "root"
-    root.mkdir()
-    arguments = [json.dumps(asdict(replace(spec, folder=str(root)))), str(scratch / "out.json")]
-    try:
-        watch_child("asymcheck_lab.engine_run", arguments, scratch / "log.txt", options.timeout_s)
-        measured: dict[str, Any] = json.loads((scratch / "out.json").read_text("utf-8"))
+    with run_root(options.folder) as root:
+        placed = asdict(replace(spec, folder=str(root)))
+        try:
+            measured, _ = measure_in_child(
+                "asymcheck_lab.engine_run", placed, root.parent, options.timeout_s
+            )
+        except RunError as failure:
+            return {"error": str(failure)}
         return measured
-    except RunError as failure:
-        return {"error": str(failure)}
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        os.sync()  # what is removed must not be written while the next one is measured
 
 
 def read_engine(path: Path) -> list[dict[str, Any]]:
