@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -28,6 +28,15 @@ DataOption = Annotated[
 ]
 SizeOption = Annotated[str, typer.Option("--size", help="Size of the model: tiny, demo")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="For weights, noise and order")]
+FolderOption = Annotated[
+    Path, typer.Option("--dir", help="Checkpoints go below it: on the medium to measure")
+]
+PageOption = Annotated[
+    Path | None, typer.Option("--docs", help="A page to write the tables into, between its markers")
+]
+ReportOption = Annotated[
+    bool, typer.Option("--report", help="Run nothing: show the newest session of --results")
+]
 ThreadsOption = Annotated[
     int, typer.Option("--threads", min=1, help="Threads of torch; another number, other bits")
 ]
@@ -210,9 +219,7 @@ def bench(
     systems: Annotated[
         str | None, typer.Option(help="Names with commas between them [default: most]")
     ] = None,
-    folder: Annotated[
-        Path, typer.Option("--dir", help="Checkpoints go below it: on the medium to measure")
-    ] = Path("runs/bench"),
+    folder: FolderOption = Path("runs/bench"),
     results: Annotated[
         Path | None,
         typer.Option(
@@ -220,18 +227,14 @@ def bench(
             "--verify below --dir]"
         ),
     ] = None,
-    docs: Annotated[
-        Path | None, typer.Option(help="A page to write the tables into, between its markers")
-    ] = None,
+    docs: PageOption = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Two rounds of a few systems; for a first look")
     ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Load every checkpoint back; times mean nothing then")
     ] = False,
-    report_only: Annotated[
-        bool, typer.Option("--report", help="Run nothing: show the newest session of --results")
-    ] = False,
+    report_only: ReportOption = False,
 ) -> None:
     """Compare systems: what a checkpoint costs the training, and when it is durable."""
     with _readable_errors():
@@ -242,7 +245,7 @@ def bench(
             read_records,
             run_bench,
         )
-        from asymcheck_lab.bench_report import render, write_into
+        from asymcheck_lab.bench_report import render
         from asymcheck_lab.rivals import DEFAULT_SYSTEMS
 
         if docs is not None and (quick or verify):
@@ -267,12 +270,7 @@ def bench(
             records = newest_session(read_records(results))
         else:
             records = run_bench(options, lambda line: typer.echo(line, err=True))
-        text = render(records)
-        typer.echo(text)
-        if docs is not None:
-            write_into(docs, text)
-        if any(record.get("error") for record in records):
-            raise typer.Exit(1)
+        _show_runs(render(records), records, docs)
 
 
 @app.command()
@@ -281,9 +279,7 @@ def engine(
         str | None,
         typer.Option(help="Of stall,durable,ablation,link, commas between [default: all]"),
     ] = None,
-    folder: Annotated[
-        Path, typer.Option("--dir", help="Checkpoints go below it: on the medium to measure")
-    ] = Path("runs/engine"),
+    folder: FolderOption = Path("runs/engine"),
     results: Annotated[
         Path | None,
         typer.Option(
@@ -291,20 +287,15 @@ def engine(
             "below --dir]"
         ),
     ] = None,
-    docs: Annotated[
-        Path | None, typer.Option(help="A page to write the tables into, between its markers")
-    ] = None,
+    docs: PageOption = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Few cases and checkpoints; for a first look")
     ] = False,
-    report_only: Annotated[
-        bool, typer.Option("--report", help="Run nothing: show the newest session of --results")
-    ] = False,
+    report_only: ReportOption = False,
 ) -> None:
     """Hold the engine to its bounds: stall, time to durable, what each part is for."""
     with _readable_errors():
         from asymcheck_lab.bench import newest_session
-        from asymcheck_lab.bench_report import write_into
         from asymcheck_lab.engine_bench import TASKS, EngineOptions, read_engine, run_engine
         from asymcheck_lab.engine_report import render
 
@@ -322,12 +313,7 @@ def engine(
             records = newest_session(read_engine(options.results))
         else:
             records = run_engine(options, lambda line: typer.echo(line, err=True))
-        text = render(records)
-        typer.echo(text)
-        if docs is not None:
-            write_into(docs, text)
-        if any(record.get("error") for record in records):
-            raise typer.Exit(1)
+        _show_runs(render(records), records, docs)
 
 
 @app.command()
@@ -437,6 +423,17 @@ def fidelity(
             plot(records, docs.parent / image)
             name = "resume quality"
             write_into(docs, text, f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
+
+
+def _show_runs(text: str, records: Sequence[Mapping[str, Any]], docs: Path | None) -> None:
+    """Print the tables, write them into a page, and end with 1 where a run failed."""
+    from asymcheck_lab.bench_report import write_into
+
+    typer.echo(text)
+    if docs is not None:
+        write_into(docs, text)
+    if any(record.get("error") for record in records):
+        raise typer.Exit(1)
 
 
 def _writable(folder: Path) -> None:
