@@ -329,15 +329,9 @@ class _Workload:
 
     def state_bytes(self) -> int:
         """Bytes of parameters and optimizer state, each tensor once."""
-        import torch
+        from asymcheck_lab.fingerprint import state_bytes
 
-        moments = (
-            value
-            for state in self.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        )
-        return sum(t.nbytes for t in (*self.model.parameters(), *moments))
+        return state_bytes(self.model, self.optimizer)
 
 
 def size_of(name: str) -> Size:

@@ -80,3 +80,14 @@ def _feed(update: Any, value: object) -> None:  # noqa: ANN401  hashlib's own ty
             _feed(update, entry)
     else:
         update(f"{type(value).__name__} {value!r}\n".encode())
+
+
+def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of parameters and optimizer state, each tensor once."""
+    moments = (
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    return sum(t.nbytes for t in (*model.parameters(), *moments))

@@ -19,6 +19,7 @@ from asymcheck.storage.memory import MemoryStore
 from asymcheck.storage.store import Buffer
 from asymcheck_lab.data import BatchLoader, load_text
 from asymcheck_lab.errors import RunError
+from asymcheck_lab.fingerprint import state_bytes
 from asymcheck_lab.gpu_script import failure_text
 from asymcheck_lab.models import FAMILIES, Size
 from asymcheck_lab.record import median
@@ -91,13 +92,7 @@ class Training:
 
     def state_bytes(self) -> int:
         """Of parameters and optimizer state."""
-        moments = (
-            value
-            for state in self.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        )
-        return sum(t.nbytes for t in (*self.model.parameters(), *moments))
+        return state_bytes(self.model, self.optimizer)
 
 
 # --- what a checkpoint costs ------------------------------------------------
