@@ -11,14 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asymcheck_lab.bench import (
-    append_record,
-    describe_session,
-    measure_in_child,
-    prepare,
-    read_records,
-    run_root,
-)
+from asymcheck_lab.bench import append_record, describe_session, prepare, read_records
+from asymcheck_lab.bench_child import measure_in_child, run_root
 from asymcheck_lab.engine_spec import EngineSpec, Task
 from asymcheck_lab.errors import RunError, UsageError
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from asymcheck_lab.bench import append_record, describe_session, read_records, watch_child
+from asymcheck_lab.bench import append_record, describe_session, read_records
+from asymcheck_lab.bench_child import watch_child
 from asymcheck_lab.errors import LabError, RunError
 from asymcheck_lab.record import measured_when
 

@@ -20,15 +20,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typer.testing import CliRunner
 
 from asymcheck.testing.children import run_in_child
-from asymcheck_lab import bench, bench_run, rivals
+from asymcheck_lab import bench, bench_child, bench_run, rivals
 from asymcheck_lab.bench import (
     BenchOptions,
-    MemoryWatch,
     newest_session,
     order_of,
     read_records,
     run_bench,
 )
+from asymcheck_lab.bench_child import MemoryWatch
 from asymcheck_lab.bench_report import BEGIN, END, render, write_into
 from asymcheck_lab.bench_run import CpuClock, RunSpec, measure
 from asymcheck_lab.bench_stats import Estimate, estimate, summarize
@@ -223,9 +223,9 @@ def test_shared_memory_and_libraries_count_once_and_private_memory_everywhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shared = iter([100, 140, 90])
-    monkeypatch.setattr(bench, "_shared_bytes", lambda: next(shared))
-    monkeypatch.setattr(bench, "descendants", lambda _: [8, 9])
-    monkeypatch.setattr(bench, "_resident", {7: (10, 5), 8: (20, 6), 9: (0, 0)}.__getitem__)
+    monkeypatch.setattr(bench_child, "_shared_bytes", lambda: next(shared))
+    monkeypatch.setattr(bench_child, "descendants", lambda _: [8, 9])
+    monkeypatch.setattr(bench_child, "_resident", {7: (10, 5), 8: (20, 6), 9: (0, 0)}.__getitem__)
     watch = MemoryWatch(7)
     watch.sample()
     assert watch.peak_bytes == 10 + 20 + 6 + (140 - 100)

@@ -1,0 +1,165 @@
+"""One run of a benchmark: a process of its own, in a folder of its own, with its memory watched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from asymcheck_lab.bench_run import descendants
+from asymcheck_lab.errors import RunError
+
+SAMPLES_PER_S = 10
+_RESCAN_S = 1.0
+_LOG_TAIL = 2000
+
+
+@contextmanager
+def run_root(below: Path) -> Iterator[Path]:
+    """An empty folder for the checkpoints of one run, in one for what else it writes. Both are
+    removed at the end.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="run-", dir=below)).resolve()
+    root = scratch / "root"
+    root.mkdir()
+    try:
+        yield root
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.sync()  # what is removed must not be written while the next one is measured
+
+
+def measure_in_child(
+    module: str, spec: Mapping[str, Any], scratch: Path, timeout_s: float
+) -> tuple[dict[str, Any], int]:
+    """Run a module as a process that measures; blocks.
+
+    Args:
+        module: See ``watch_child``; its arguments are a specification and the file to write.
+        spec: The specification.
+        scratch: For that file and the log.
+        timeout_s: See ``watch_child``.
+
+    Returns:
+        What it measured, and its peak of memory in bytes.
+
+    Raises:
+        RunError: It failed or was too slow.
+    """
+    out = scratch / "measured.json"
+    arguments = [json.dumps(spec), str(out)]
+    peak_bytes = watch_child(module, arguments, scratch / "log.txt", timeout_s)
+    measured: dict[str, Any] = json.loads(out.read_text("utf-8"))
+    return measured, peak_bytes
+
+
+def watch_child(module: str, arguments: Sequence[str], log_path: Path, timeout_s: float) -> int:
+    """Run a module as a process, sample its memory until it ends; blocks.
+
+    Args:
+        module: Its name, as for ``python -m``.
+        arguments: For it.
+        log_path: Gets what it says.
+        timeout_s: After which it is killed.
+
+    Returns:
+        The peak in bytes.
+
+    Raises:
+        RunError: It failed or was too slow; with the tail of what it said.
+    """
+    package_root = str(Path(__file__).resolve().parents[1])
+    paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        # As torchrun sets it: a thread of a system must not fan out over the training's core.
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+    with log_path.open("wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+        )
+    memory = MemoryWatch(child.pid)
+    until_s = monotonic() + timeout_s
+    try:
+        while child.poll() is None:
+            if monotonic() > until_s:
+                raise RunError(f"still running after {timeout_s:.0f} s: {_tail(log_path)}")
+            memory.sample()
+            sleep(1 / SAMPLES_PER_S)
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+    if child.returncode != 0:
+        raise RunError(f"ended with {child.returncode}: {_tail(log_path)}")
+    return memory.peak_bytes
+
+
+def _tail(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:].strip()
+
+
+class MemoryWatch:
+    """Memory of a process and of all below it: private pages summed, shared ones counted once.
+
+    Shared memory is what the whole machine has more of than at the start, whoever maps it.
+    File pages, mostly libraries, are counted for the process that has most of them.
+
+    Args:
+        pid: The process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.peak_bytes = 0
+        self._pid = pid
+        self._pids = [pid]
+        self._scanned_s = 0.0
+        self._shared_before = _shared_bytes()
+
+    def sample(self) -> None:
+        """Look once; costs some tenths of a millisecond."""
+        now_s = monotonic()
+        if now_s - self._scanned_s > _RESCAN_S:
+            self._pids = [self._pid, *descendants(self._pid)]
+            self._scanned_s = now_s
+        found = [_resident(pid) for pid in self._pids]
+        private = sum(own for own, _ in found)
+        files = max(of_files for _, of_files in found)
+        shared = max(0, _shared_bytes() - self._shared_before)
+        self.peak_bytes = max(self.peak_bytes, private + files + shared)
+
+
+def _resident(pid: int) -> tuple[int, int]:
+    """Private and file pages of a process, in bytes; nothing when it is gone."""
+    fields = proc_table(Path(f"/proc/{pid}/status"))
+    return fields.get("RssAnon", 0), fields.get("RssFile", 0)
+
+
+def _shared_bytes() -> int:
+    return proc_table(Path("/proc/meminfo")).get("Shmem", 0)
+
+
+def proc_table(path: Path) -> dict[str, int]:
+    """Fields in bytes of a file of ``/proc`` that gives them in kB."""
+    found = {}
+    with suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.endswith(" kB"):
+                name, _, value = line.partition(":")
+                found[name] = 1024 * int(value[:-3])
+    return found
