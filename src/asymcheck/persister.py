@@ -24,15 +24,8 @@ from asymcheck.errors import CheckpointError, OptionError, StoreError
 from asymcheck.events import Sink, Span, Stage, discard
 from asymcheck.memory.arena import Arena, Slot
 from asymcheck.memory.process import ProcessId
-from asymcheck.persist import (
-    MESSAGE_BYTES,
-    Durable,
-    open_pidfd,
-    persist,
-    rebuild_durable,
-    rebuild_error,
-    tidy,
-)
+from asymcheck.messages import MESSAGE_BYTES, Durable, rebuild_durable, rebuild_error
+from asymcheck.persist import open_pidfd, persist, tidy
 from asymcheck.planning.retention import Retention
 from asymcheck.planning.selection import RAW, Batching, Selection
 from asymcheck.storage.local import LocalStore
@@ -42,6 +35,8 @@ from asymcheck.storage.store import Store
 
 _log = logging.getLogger(__name__)
 
+LOG_NAME = "persist.log"
+"""Where a persister process writes what it has to say, in the root of a local store."""
 _TRIES = 3
 _MODULE = "asymcheck.persist"
 _START = (  # this very package, from wherever the trainer has it, and nothing else from there
@@ -444,7 +439,7 @@ def start_persister(
     if kind == "thread":
         return PersistThread(repository, retention, sink, selection, batching)
     store = repository.store
-    log_path = store.root / "persist.log" if isinstance(store, LocalStore) else None
+    log_path = store.root / LOG_NAME if isinstance(store, LocalStore) else None
     return PersistProcess(
         store.url,
         repository.run,

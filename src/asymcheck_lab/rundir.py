@@ -6,7 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from asymcheck.storage.local import TEMP_FOLDER
+from asymcheck.persister import LOG_NAME
+from asymcheck.storage.local import TEMP_FOLDER, TEMP_NAME
 from asymcheck.storage.names import ATTEMPTS_FOLDER, FORMAT_NAME, RUN_NAME, parse_name
 from asymcheck_lab.errors import LabError, UsageError
 
@@ -19,7 +20,6 @@ RESULT = "result.json"
 
 _OUTPUT = re.compile(r"output(-[a-z]+)?\.txt\Z")
 _STEP = re.compile(r"step-[0-9]+\Z")
-_TEMP = re.compile(r"[0-9a-f]{32}-[0-9]+\Z")
 
 
 def renew(folder: Path, runs: list[str]) -> None:
@@ -99,8 +99,8 @@ def _is_our_file(name: str, runs: list[str]) -> bool:
         return False
     folder, _, file = item.partition("/")
     return (
-        item in (FORMAT_NAME, RUN_NAME)
+        item in (FORMAT_NAME, RUN_NAME, LOG_NAME)
         or parse_name(item) is not None
         or (folder == ATTEMPTS_FOLDER and file.isascii() and file.isdigit())
-        or (folder == TEMP_FOLDER and _TEMP.match(file) is not None)
+        or (folder == TEMP_FOLDER and TEMP_NAME.fullmatch(file) is not None)
     )

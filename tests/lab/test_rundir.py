@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ def used(folder: Path) -> Path:
     store.write("step-00000010/a000001-r0000-0001.pack", [b"x"])
     temp = folder / "two" / "checkpoints" / TEMP_FOLDER
     temp.mkdir(exist_ok=True)
-    (temp / f"{'0' * 32}-7").write_bytes(b"half")
+    (temp / uuid.uuid4().hex).write_bytes(b"half")  # as the local store names them
+    (folder / "two" / "checkpoints" / "persist.log").write_text("another persister\n")
     (folder / "report.json").write_text("{}")
     return folder
 

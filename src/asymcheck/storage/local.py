@@ -23,7 +23,7 @@ from asymcheck.storage.store import Buffer, Capabilities, Entry, Readable, check
 
 TEMP_FOLDER = ".tmp"
 """No object name starts with a dot, so no object can lie there."""
-_TEMP_NAME = re.compile(r"[0-9a-f]{32}")
+TEMP_NAME = re.compile(r"[0-9a-f]{32}")
 _RETRY_S = (0.0, 0.01, 0.05, 0.2, 0.5)
 _TRANSIENT = {errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -227,7 +227,7 @@ class LocalStore:
 
         def remove() -> int:
             found = os.scandir(temp) if temp.is_dir() else ()
-            left = [Path(e.path) for e in found if _TEMP_NAME.fullmatch(e.name)]
+            left = [Path(e.path) for e in found if TEMP_NAME.fullmatch(e.name)]
             for path in left:
                 with suppress(FileNotFoundError):
                     self._files.unlink(path)
