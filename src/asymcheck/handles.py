@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from asymcheck.encoding import GroupReport
-from asymcheck.persist import Durable
+from asymcheck.messages import Durable
 
 T = TypeVar("T")
 

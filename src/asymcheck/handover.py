@@ -19,7 +19,8 @@ from asymcheck.memory.arena import SHARED_MEMORY, Slot, SlotState, owner_of, slo
 from asymcheck.memory.holding import Part, is_held
 from asymcheck.memory.host import read_text
 from asymcheck.memory.process import ProcessId
-from asymcheck.persist import Durable, persist
+from asymcheck.messages import Durable
+from asymcheck.persist import persist
 from asymcheck.planning.retention import Retention
 from asymcheck.storage.repository import Repository
 

@@ -17,15 +17,14 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple
 from pathlib import Path
 from time import monotonic, perf_counter, sleep, thread_time
 from typing import Any
 
 from asymcheck.capture import Capture, find_torn_leaf, parse_capture
-from asymcheck.encoding import Chooser, GroupReport
+from asymcheck.encoding import Chooser
 from asymcheck.errors import (
-    CaptureError,
     CheckpointError,
     CorruptCheckpoint,
     DroppedCheckpoint,
@@ -36,6 +35,7 @@ from asymcheck.errors import (
 from asymcheck.events import Sink, Span, Stage, discard, timed
 from asymcheck.memory.arena import Slot, SlotState
 from asymcheck.memory.process import ProcessId
+from asymcheck.messages import MESSAGE_BYTES, TEXT_CHARS, Durable, describe_error
 from asymcheck.planning.layout import Extent
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.selection import RAW, Selection
@@ -49,41 +49,6 @@ _log = logging.getLogger(__name__)
 
 _SPACE_MARGIN_BYTES = 1 << 20
 _POLL_S = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class Durable:
-    """A committed checkpoint, and what it took.
-
-    Attributes:
-        step: Training step.
-        attempt: The attempt that wrote it.
-        raw_bytes: Bytes captured.
-        stored_bytes: Bytes written, with index and without manifest.
-        persist_s: Seconds from the first byte flushed to the commit, waits included.
-        durable_s: Seconds from the boundary, when the state was live, until it was durable.
-        cpu_s: CPU seconds that persisting took.
-        encode_s: Seconds of encoding and hashing, summed over threads.
-        write_s: Seconds that the store took.
-        batches: Writes that the chunks were merged into.
-        groups: What became of each kind of leaf.
-        fidelity: ``exact``, or what the losses in its index are within.
-        base: Step of the key-frame that differences in it are made to, 0 where there are none.
-    """
-
-    step: int
-    attempt: int
-    raw_bytes: int
-    stored_bytes: int
-    persist_s: float
-    durable_s: float
-    cpu_s: float
-    encode_s: float = 0.0
-    write_s: float = 0.0
-    batches: int = 0
-    groups: tuple[GroupReport, ...] = ()
-    fidelity: str = EXACT
-    base: int = 0
 
 
 def persist(
@@ -428,7 +393,7 @@ class _Worker:
 
     def _report(self, span: Span) -> None:
         *rest, error = astuple(span)
-        self._send({"span": [*rest, error[:_TEXT_CHARS]]})
+        self._send({"span": [*rest, error[:TEXT_CHARS]]})
 
     def _send(self, message: dict[str, Any]) -> None:
         # A dead trainer reads no reports; what is sealed becomes durable all the same.
@@ -436,40 +401,7 @@ class _Worker:
             self._control.send(json.dumps(message).encode())
 
 
-MESSAGE_BYTES = 1 << 16
-"""No message between the two is longer."""
-_TEXT_CHARS = 4000  # up to six bytes each, in JSON
 _IDLE_MS = 200
-
-
-def describe_error(failure: CheckpointError) -> dict[str, Any]:
-    """An error as a message between processes."""
-    return {
-        "type": type(failure).__name__,
-        "message": str(failure)[:_TEXT_CHARS],
-        "retryable": getattr(failure, "retryable", False),
-        "step": getattr(failure, "step", 0),
-        "key": getattr(failure, "key", "")[:_TEXT_CHARS],
-    }
-
-
-def rebuild_durable(told: dict[str, Any]) -> Durable:
-    """The report that came as a message."""
-    return Durable(**{**told, "groups": tuple(GroupReport(*row) for row in told["groups"])})
-
-
-def rebuild_error(told: dict[str, Any]) -> CheckpointError:
-    """The error that ``describe_error`` described."""
-    kind, message = told["type"], told["message"]
-    if kind == "DroppedCheckpoint":
-        why = message.removeprefix(f"step {told['step']} was dropped: ")
-        return DroppedCheckpoint(told["step"], told["key"], why)
-    for plain in (SupersededWriter, CaptureError):
-        if kind == plain.__name__:
-            return plain(message)
-    if kind in ("StoreError", "ObjectNotFound"):
-        return StoreError(message, retryable=told["retryable"])
-    return CheckpointError(f"{kind}: {message}")
 
 
 def open_pidfd(process: ProcessId) -> int | None:
@@ -494,7 +426,9 @@ def main(control: str, config: str) -> None:
         control: Number of the socket's descriptor.
         config: What ``PersistProcess`` knows, as JSON.
     """
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    # Other libraries have little to say here that a user should read.
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
+    logging.getLogger("asymcheck").setLevel(logging.INFO)
     with suppress(OSError):
         os.nice(5)
     _Worker(socket.socket(fileno=int(control)), json.loads(config)).run()

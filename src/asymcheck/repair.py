@@ -34,7 +34,7 @@ from asymcheck.handover import (
 from asymcheck.memory.arena import SHARED_MEMORY, Slot, owner_of, run_of
 from asymcheck.memory.host import read_text
 from asymcheck.memory.process import ProcessId
-from asymcheck.persist import Durable
+from asymcheck.messages import Durable
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.local import TEMP_FOLDER, LocalStore
 from asymcheck.storage.repository import Repository

@@ -40,7 +40,8 @@ from asymcheck.errors import CaptureError, CheckpointError, CheckpointWarning, D
 from asymcheck.events import Sink, Span, Stage, timed
 from asymcheck.handles import Handle, Promised, SaveReport, report_of
 from asymcheck.memory.arena import Arena, NoRoom, Slot, SlotState, capacity_for
-from asymcheck.persist import Durable, write_checkpoint
+from asymcheck.messages import Durable
+from asymcheck.persist import write_checkpoint
 from asymcheck.persister import Persister
 from asymcheck.planning.layout import MiB
 from asymcheck.planning.retention import CheckpointId, Retention

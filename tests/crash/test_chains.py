@@ -290,3 +290,15 @@ def test_a_codec_that_fails_fails_its_save_and_the_next_works(
         training.checkpointer.wait()
     training.train(range(5, 9))
     assert training.check() == [1, 2, 3, 5, 6, 7, 8]
+
+
+def test_the_log_of_a_persister_that_encodes_holds_nothing_of_other_libraries(
+    tmp_path: Path,
+) -> None:
+    weight = torch.randn(64, 1024)
+    with Checkpointer(tmp_path, state={"w": weight}, strategy="asymcheck-so") as checkpointer:
+        checkpointer.restore()
+        for step in (1, 2):
+            checkpointer.save(step).durable.result(WAIT_S)
+    log = (tmp_path / "persist.log").read_text()
+    assert [line for line in log.splitlines() if "NumExpr" in line] == []

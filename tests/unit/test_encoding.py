@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asymcheck import encoding, persist
+from asymcheck import encoding, messages
 from asymcheck.capture import Capture
 from asymcheck.codec import table
 from asymcheck.codec.lossless import Lossless
@@ -26,7 +26,8 @@ from asymcheck.encoding import Chooser, Encoder, Group
 from asymcheck.errors import CaptureError, DroppedCheckpoint, NoCheckpoint, OptionError, StoreError
 from asymcheck.events import Sink, discard
 from asymcheck.memory import host
-from asymcheck.persist import MESSAGE_BYTES, Durable, write_checkpoint
+from asymcheck.messages import MESSAGE_BYTES, Durable
+from asymcheck.persist import write_checkpoint
 from asymcheck.planning.batching import FixedBytes, Ready
 from asymcheck.planning.cost import Option
 from asymcheck.planning.layout import PAGE_BYTES, align_up, lay_out
@@ -672,6 +673,6 @@ def test_what_cannot_be_kept_for_want_of_memory_fails_that_checkpoint_alone(
 
 def test_the_error_of_a_codec_is_the_same_on_the_other_side_of_the_process() -> None:
     failure = CaptureError("step 3: encoding failed")
-    again = persist.rebuild_error(persist.describe_error(failure))
+    again = messages.rebuild_error(messages.describe_error(failure))
     assert type(again) is CaptureError
     assert str(again) == str(failure)

@@ -31,7 +31,7 @@ from asymcheck.errors import (
 from asymcheck.events import Sink, Span, Stage, discard, guarded
 from asymcheck.memory.arena import SHARED_MEMORY, Arena, Slot, SlotState, slots_of
 from asymcheck.memory.process import ProcessId
-from asymcheck.persist import Durable, describe_error, rebuild_error
+from asymcheck.messages import Durable, describe_error, rebuild_error
 from asymcheck.persister import Persister, PersistProcess, PersistThread
 from asymcheck.planning.layout import PAGE_BYTES, Extent
 from asymcheck.planning.retention import CheckpointId, Retention
