@@ -168,12 +168,19 @@ def what_bounded(trace: Trace) -> str:
     )
 
 
+_HOW = {
+    "lazy": "runs freely",
+    "device-copy": "is of a clone, and runs freely",
+    "blocking": "blocks training",
+}
+
+
 def why_so_planned(trace: Trace) -> str:
     """One or two sentences: why the copy was planned as it was."""
     decision = trace.decision
     if decision is None:
-        how = "blocks training" if trace.capture == "blocking" else "runs freely"
-        return f"There was nothing to plan: the copy {how}."
+        how = "blocking" if trace.capture == "blocking" else trace.report.capture
+        return f"There was nothing to plan: the copy {_HOW[how]}."
     held = "runs freely" if decision.plan.free_running else "is held to its windows"
     kappas = []
     for phase in PHASES:
