@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
@@ -349,6 +349,8 @@ def test_what_took_longest_is_named(spans: list[tuple[str, float, float]], blame
     ),
     st.floats(0.0, 10.0),
 )
+@example([("flush", -1.0, -1.0)], 0.0)
+@example([("stall", -1.0, -1.0)], 1.0)
 def test_the_shares_sum_to_the_whole_time_whatever_overlaps(
     spans: list[tuple[str, float, float]], durable_s: float
 ) -> None:
