@@ -120,6 +120,8 @@ def shares(trace: Trace) -> list[Share]:
     start_s = min(whole_s, max(0.0, flushes[0].start_s)) if flushes else whole_s
     stop_s = min(whole_s, max(start_s, flushes[-1].stop_s)) if flushes else whole_s
     boundary_s = min(start_s, max(0.0, stalled[0].stop_s)) if stalled else 0.0
+    if trace.report.tier == "memory":
+        start_s = boundary_s  # no persister has a part in it
     sealed_s = min(stop_s, max(start_s, _sealed_s(trace)))
     copied_s = min(sealed_s, max([start_s, *(s.stop_s for s in trace.of(Stage.COPY))]))
     encoding_s = _covered_s(trace.of(Stage.ENCODE), sealed_s, stop_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +338,14 @@ def test_what_took_longest_is_named(spans: list[tuple[str, float, float]], blame
     longest = max(shares(trace), key=lambda share: share.seconds)
     assert blamed in longest.why
     assert longest.why in what_bounded(trace).partition("; besides")[0]
+
+
+def test_of_what_stays_in_memory_the_copy_is_named_and_no_persister() -> None:
+    trace = traced([STALL, ("copy", 0.01, 0.1), ("fence", 0.2, 0.21)], 0.21)
+    trace = replace(trace, report=replace(trace.report, tier="memory", stored_bytes=0))
+    assert "persister" not in what_bounded(trace)
+    assert sum(share.seconds for share in shares(trace)) == pytest.approx(0.21)
+    assert shares(trace)[2].seconds == pytest.approx(0.1 - shares(trace)[0].seconds)
 
 
 @given(
