@@ -7,6 +7,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from asymcheck.errors import DroppedCheckpoint
 from asymcheck.planning.layout import Extent
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.index import Leaf
@@ -174,3 +175,19 @@ def find_torn_leaf(capture: Capture, image: memoryview, canaries: memoryview) ->
                 return capture.leaves[canary.leaf].key
             at += canary.width
     return None
+
+
+def refuse_torn(capture: Capture, image: memoryview, canaries: memoryview) -> None:
+    """Compare what was copied with what was live at the boundary.
+
+    Raises:
+        DroppedCheckpoint: A leaf changed in between.
+    """
+    torn = find_torn_leaf(capture, image, canaries)
+    if torn is not None:
+        raise DroppedCheckpoint(
+            capture.at.step,
+            torn,
+            f"{torn!r} changed while it was copied, without a word to the library: call "
+            f"checkpointer.fence() before code that writes parameters by hand",
+        )

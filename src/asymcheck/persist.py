@@ -22,7 +22,7 @@ from pathlib import Path
 from time import monotonic, perf_counter, sleep, thread_time
 from typing import Any
 
-from asymcheck.capture import Capture, find_torn_leaf, parse_capture
+from asymcheck.capture import Capture, parse_capture, refuse_torn
 from asymcheck.encoding import Chooser
 from asymcheck.errors import (
     CheckpointError,
@@ -90,14 +90,7 @@ def persist(
 
     def check() -> None:
         _await(slot, capture, trainer_is_alive, None)
-        torn = find_torn_leaf(capture, image, slot.canaries)
-        if torn is not None:
-            raise DroppedCheckpoint(
-                capture.at.step,
-                torn,
-                f"{torn!r} changed while it was copied, without a word to the library: call "
-                f"checkpointer.fence() before code that writes parameters by hand",
-            )
+        refuse_torn(capture, image, slot.canaries)
 
     return write_checkpoint(
         repository, capture, image, wait, check, retention, sink, chooser or Chooser(RAW)

@@ -301,7 +301,7 @@ class Checkpointer:
         yield
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until every save so far is durable or failed.
+        """Wait until every save so far is durable or failed, and the newest is in the store.
 
         Args:
             timeout_s: How long at most; ``None`` without end.
@@ -315,7 +315,7 @@ class Checkpointer:
         self._check_process()
         limit_s = None if timeout_s is None else options.seconds("timeout_s", timeout_s)
         if self._snapshotter is not None:
-            self._snapshotter.fence()
+            self._unread += self._snapshotter.drain()
         wait_futures([h.durable for h in self._unread], limit_s)
         self._surface_errors()
         return not self._unread
@@ -467,6 +467,7 @@ class Checkpointer:
 
     def _surface_errors(self) -> None:
         """Raise or warn of background failures, each once; a drop is always a warning."""
+        self._unread += self._snapshotter.late() if self._snapshotter else []
         done = [h for h in self._unread if h.durable.done()]
         self._unread = [h for h in self._unread if not h.durable.done()]
         failures, said = [], self._tracer.complaints() if self._tracer else []

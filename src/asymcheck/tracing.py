@@ -339,7 +339,7 @@ class Trace:
 
     lazy_bytes: int
     eager_bytes: int
-    capture: Literal["lazy", "blocking"]
+    capture: Literal["lazy", "device-copy", "profiled", "blocking"]
     persist: Literal["behind", "before"]
     partitioner: str
     decision: Decision | None = None

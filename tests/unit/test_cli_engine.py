@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
@@ -339,6 +340,14 @@ def test_what_took_longest_is_named(spans: list[tuple[str, float, float]], blame
     assert longest.why in what_bounded(trace).partition("; besides")[0]
 
 
+def test_of_what_stays_in_memory_the_copy_is_named_and_no_persister() -> None:
+    trace = traced([STALL, ("copy", 0.01, 0.1), ("fence", 0.2, 0.21)], 0.21)
+    trace = replace(trace, report=replace(trace.report, tier="memory", stored_bytes=0))
+    assert "persister" not in what_bounded(trace)
+    assert sum(share.seconds for share in shares(trace)) == pytest.approx(0.21)
+    assert shares(trace)[2].seconds == pytest.approx(0.1 - shares(trace)[0].seconds)
+
+
 @given(
     st.lists(
         st.tuples(
@@ -349,6 +358,8 @@ def test_what_took_longest_is_named(spans: list[tuple[str, float, float]], blame
     ),
     st.floats(0.0, 10.0),
 )
+@example([("flush", -1.0, -1.0)], 0.0)
+@example([("stall", -1.0, -1.0)], 1.0)
 def test_the_shares_sum_to_the_whole_time_whatever_overlaps(
     spans: list[tuple[str, float, float]], durable_s: float
 ) -> None:

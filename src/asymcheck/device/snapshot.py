@@ -13,14 +13,13 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from ctypes import c_uint8, memmove
-from dataclasses import replace
 from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
 import torch
 
-from asymcheck.device.cuda import Boundary, DeviceCopy, Pinning
+from asymcheck.device.cuda import Boundary, DeviceCopy, Pinning, StreamTimer
 from asymcheck.device.leaves import Source
 from asymcheck.device.pacing import Pace
 from asymcheck.device.placement import NOTHING, Placed
@@ -29,29 +28,6 @@ from asymcheck.memory.arena import Slot
 from asymcheck.planning.layout import Extent, MiB
 
 PIECE_BYTES = 8 * MiB
-
-
-def defer_device_leaves(placed: Placed) -> Placed:
-    """Clone eager leaves where they are on a device, so that the host need not wait for it.
-
-    The clones are ordered before the next update by the device itself, and copied to the host
-    behind the training like lazy leaves.
-    """
-    sources = list(placed.sources)
-    for i in placed.at.elsewhere:
-        sources[i] = _deferred(sources[i])
-    return replace(placed, sources=tuple(sources))
-
-
-def _deferred(source: Source) -> Source:
-    array = source.array
-    if not isinstance(array, torch.Tensor) or array.device.type == "cpu":
-        return source
-    plain = array.detach()
-    plain = plain.permute(source.spec.order) if source.spec.order else plain
-    clone = plain.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    # The clone lies in storage order already; shape and order only matter to the index.
-    return source._replace(array=clone, deferred=bool(source.spec.nbytes))
 
 
 def copy_eager(placed: Placed, image: memoryview, *, everything: bool = False) -> None:
@@ -144,6 +120,13 @@ def finish_canaries(rest: list[tuple[torch.Tensor, int]], into: memoryview) -> N
         values[at : at + picked.numel()] = picked.cpu().numpy()
 
 
+def canaries_moved(placed: Placed, before: bytes) -> bool:
+    """Whether live canary elements differ from what they were; blocks."""
+    now = bytearray(placed.at.canary_bytes)
+    finish_canaries(copy_canaries(placed, memoryview(now)), memoryview(now))
+    return now != before
+
+
 def _flat(source: Source) -> torch.Tensor:
     """A lazy leaf's memory in storage order, as bytes."""
     assert isinstance(source.array, torch.Tensor)
@@ -173,6 +156,7 @@ class LazyCopy:
         duration_s: Seconds that copying took.
         cpu_s: CPU seconds of the copying thread.
         before: Called on the copying thread before the first byte is copied.
+        fence_timer: Measures how long updates are held, where that is to be known.
     """
 
     def __init__(
@@ -197,15 +181,25 @@ class LazyCopy:
         self._pace = pace
         self._lock = threading.Lock()
         self._after: Callable[[], None] | None = None
+        self.fence_timer: StreamTimer | None = None
         lazy = [placed.sources[i] for i in placed.at.lazy]
         waiting = [*lazy, *(placed.sources[i] for i in placed.at.elsewhere)]
         self._boundary = Boundary(
             s.array for s in waiting if not s.spec.plain and isinstance(s.array, torch.Tensor)
         )
         self._device: DeviceCopy | None = None
-        self._watched = [(s.spec.key, s.array) for s in lazy if isinstance(s.array, torch.Tensor)]
+        self._watched = [
+            (s.spec.key, s.array)
+            for s in lazy
+            if isinstance(s.array, torch.Tensor) and not s.deferred  # nobody else has a clone
+        ]
         self._versions = [_version(a) for _, a in self._watched]
         self.storages = frozenset(a.untyped_storage().data_ptr() for _, a in self._watched)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """CUDA devices that are copied from."""
+        return self._boundary.devices
 
     @property
     def lazy_bytes(self) -> int:
@@ -225,9 +219,14 @@ class LazyCopy:
         """
         if self._pace is not None:
             self._pace.let_go()
+        timer = self.fence_timer
+        if timer is not None:
+            timer.start()
         self.issued.wait()
         if self._device is not None:
             self._device.hold_updates()
+        if timer is not None:
+            timer.stop()
 
     def when_copied(self, action: Callable[[], None]) -> None:
         """Run ``action`` once the copy is complete: now, or later on the copying thread."""

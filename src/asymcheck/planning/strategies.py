@@ -9,8 +9,9 @@ from typing import Literal
 from asymcheck.errors import OptionError, nearest
 from asymcheck.planning.adaptive import Adaptive
 from asymcheck.planning.plan import IdleProportional, Partitioner
-from asymcheck.planning.policy import Admission
+from asymcheck.planning.policy import Admission, EverySeconds
 from asymcheck.planning.selection import RAW, Batching, Fidelity, Selection
+from asymcheck.planning.tiers import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,11 @@ class Strategy:
 
     Attributes:
         capture: ``lazy`` copies parameters and optimizer state behind the next forward and
-            backward pass; ``blocking`` copies everything before training goes on.
+            backward pass; ``device-copy`` clones them where they are before training goes on,
+            and copies the clones while it does: the update waits for nothing, but there must
+            be memory for a second state, else that capture is lazy; ``profiled`` measures
+            these two at the first captures and goes on with the cheaper one, see
+            ``variants.Trials``; ``blocking`` copies everything before training goes on.
         persist: ``behind`` lets training go on once the state is copied; ``before`` keeps
             the loop waiting until the checkpoint is durable.
         admission: How many checkpoints may be under way.
@@ -27,14 +32,28 @@ class Strategy:
             ``None`` lets it run freely.
         selection: How chunks may be encoded.
         batching: How encoded chunks are merged into writes.
+        placement: Which checkpoints go to the store, and which stay in memory alone.
+
+    Raises:
+        OptionError: With a ``placement`` that keeps some in memory, room for one checkpoint is
+            too little: the newest whole one stays while the next is captured.
     """
 
-    capture: Literal["lazy", "blocking"] = "lazy"
+    capture: Literal["lazy", "device-copy", "profiled", "blocking"] = "lazy"
     persist: Literal["behind", "before"] = "behind"
     admission: Admission = Admission()
     partitioner: Partitioner | None = None
     selection: Selection = RAW
     batching: Batching = "ready"
+    placement: Placement = Placement()
+
+    def __post_init__(self) -> None:
+        if self.placement.durable is not None and self.admission.max_in_flight < 2:
+            raise OptionError(
+                f"placement: expected admission.max_in_flight from 2 on, since the newest whole "
+                f"checkpoint stays in memory while the next is captured, found "
+                f"{self.admission.max_in_flight}"
+            )
 
     def with_fidelity(self, fidelity: Fidelity) -> Strategy:
         """The same with another class of fidelity."""
@@ -46,6 +65,11 @@ _TRY_ALL = Selection(rule="smallest", delta=True)
 strategies = MappingProxyType(
     {
         "naive": Strategy(capture="blocking", persist="before"),
+        "checkfreq": Strategy(capture="profiled"),
+        "gemini": Strategy(
+            admission=Admission(max_in_flight=2),
+            placement=Placement(durable=EverySeconds(3 * 3600)),
+        ),
         "asymcheck": Strategy(partitioner=Adaptive(), selection=Selection(cpu_share=0.01)),
         "asymcheck-paper": Strategy(
             partitioner=IdleProportional(),
