@@ -91,6 +91,8 @@ def explain(
     show_line()
     show_line(what_bounded(found))
     show_line(plain(why_so_planned(found)))
+    if found.cadence:
+        show_line(plain(f"How often is saved: {found.cadence}."))
     if png is not None:
         show_line(f"drawn into {plain(str(png))}")
 
@@ -105,6 +107,7 @@ def _explained(trace: Trace) -> dict[str, Any]:
         "bounded": what_bounded(trace),
         "planned": why_so_planned(trace),
         "partitioner": trace.partitioner,
+        "cadence": trace.cadence,
         "lazy_bytes": trace.lazy_bytes,
         "copy_bytes_per_s": trace.copy_bytes_per_s,
         "partitions": [part._asdict() for part in _partitions(trace)],
