@@ -89,10 +89,10 @@ def explain(
     _print_choices(found)
     _print_batches(found)
     show_line()
-    show_line(what_bounded(found))
-    show_line(plain(why_so_planned(found)))
     if found.cadence:
         show_line(plain(f"How often is saved: {found.cadence}."))
+    show_line(what_bounded(found))
+    show_line(plain(why_so_planned(found)))
     if png is not None:
         show_line(f"drawn into {plain(str(png))}")
 
