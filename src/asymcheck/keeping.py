@@ -171,7 +171,9 @@ class Keeper:
             return True
         step, since_s = active.handle.step, monotonic() - self._stored_s
         assert self._cadence is not None
-        due = self._cadence.due(step=step, last_step=self._stored_step, since_last_s=since_s)
+        due = self._cadence.due(
+            step=step, last_step=self._stored_step, since_last_s=since_s, under_way=0
+        )
         due |= self._is_owed
         if due:
             self._note_stored(step)

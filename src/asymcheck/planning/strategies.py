@@ -8,8 +8,9 @@ from typing import Literal
 
 from asymcheck.errors import OptionError, nearest
 from asymcheck.planning.adaptive import Adaptive
+from asymcheck.planning.cadence import Cadence, EverySeconds, OverheadBudget
 from asymcheck.planning.plan import IdleProportional, Partitioner
-from asymcheck.planning.policy import Admission, EverySeconds
+from asymcheck.planning.policy import Admission
 from asymcheck.planning.selection import RAW, Batching, Fidelity, Selection
 from asymcheck.planning.tiers import Placement
 
@@ -33,6 +34,7 @@ class Strategy:
         selection: How chunks may be encoded.
         batching: How encoded chunks are merged into writes.
         placement: Which checkpoints go to the store, and which stay in memory alone.
+        cadence: How often to save where the user does not say; ``None`` for only on request.
 
     Raises:
         OptionError: With a ``placement`` that keeps some in memory, room for one checkpoint is
@@ -46,6 +48,7 @@ class Strategy:
     selection: Selection = RAW
     batching: Batching = "ready"
     placement: Placement = Placement()
+    cadence: Cadence | None = None
 
     def __post_init__(self) -> None:
         if self.placement.durable is not None and self.admission.max_in_flight < 2:
@@ -65,7 +68,7 @@ _TRY_ALL = Selection(rule="smallest", delta=True)
 strategies = MappingProxyType(
     {
         "naive": Strategy(capture="blocking", persist="before"),
-        "checkfreq": Strategy(capture="profiled"),
+        "checkfreq": Strategy(capture="profiled", cadence=OverheadBudget()),
         "gemini": Strategy(
             admission=Admission(max_in_flight=2),
             placement=Placement(durable=EverySeconds(3 * 3600)),

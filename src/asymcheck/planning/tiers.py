@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asymcheck.planning.policy import Cadence
+from asymcheck.planning.cadence import EverySeconds, EverySteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,4 +26,4 @@ class Placement:
             good by the next.
     """
 
-    durable: Cadence | None = None
+    durable: EverySteps | EverySeconds | None = None
