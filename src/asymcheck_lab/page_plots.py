@@ -31,7 +31,7 @@ _MOST_PIXELS = 60_000
 _LABEL_LENGTH = 26
 _LABEL_OFFSETS = ((8, 4), (-8, 4), (8, -11), (-8, -11), (18, 4), (-18, 4), (18, -11), (-18, -11))
 _LABEL_ROOM = 9
-_LEAST_MS = 1e-3
+_LEAST = 1e-3
 """What is smaller stands here on a logarithmic axis."""
 # In an SVG these two stand for colours of the page.
 _INK, _FAINT = "#010203", "#030201"
@@ -65,7 +65,7 @@ def ranges_of(cells: Sequence[Cell]) -> Ranges:
 
 
 def _range_of(values: Sequence[float]) -> tuple[float, float]:
-    positive = [max(value, _LEAST_MS) for value in values] or [1.0]
+    positive = [max(value, _LEAST) for value in values] or [1.0]
     return min(positive) / 1.7, max(positive) * 1.7
 
 
@@ -132,7 +132,7 @@ def draw_blocked(
     """Every blocked time as a dot, and their median as a line. Arguments: see above."""
     rows = [row for row in cell.rows if row.run.kind != "none" and row.blocked_s]
     for n, row in enumerate(rows):
-        found = [max(1000 * seconds, _LEAST_MS) for seconds in row.blocked_s]
+        found = [max(1000 * seconds, _LEAST) for seconds in row.blocked_s]
         look = looks[row.run.system]
         # Side by side, so that equal ones are seen.
         apart = [n + step for _, step in zip(found, cycle((0.0, -0.2, 0.2, -0.1, 0.1)))]
@@ -171,7 +171,7 @@ def _free_place(
 
 def _point(middle: float, low: float, high: float) -> tuple[float, list[list[float]]]:
     """On a logarithmic axis: where, and how far to either end of the interval."""
-    middle, low, high = (max(value, _LEAST_MS) for value in (middle, low, high))
+    middle, low, high = (max(value, _LEAST) for value in (middle, low, high))
     return middle, [[middle - low], [high - middle]]
 
 

@@ -7,7 +7,6 @@ from it: who reads the page sees a wrong file as a message with its line, not as
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -265,7 +264,7 @@ class _Fields:
         value = self.record.get(name)
         if value is None and default is not None:
             return default
-        return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", self._is(name, value, str))
+        return _printable(self._is(name, value, str))
 
     def flag(self, name: str) -> bool:
         """True or false."""
@@ -284,15 +283,14 @@ class _Fields:
         return value
 
     def number(self, name: str, least: float = 0.0) -> float:
-        """A finite number."""
+        """A number that can be reckoned and drawn with."""
         value: Any = self.record.get(name)
-        if type(value) not in (int, float) or not math.isfinite(value) or value < least:
-            bound = f" of at least {least:g}" if math.isfinite(least) else ""
-            self._refuse(name, f"a finite number{bound}", value)
+        if type(value) not in (int, float) or not least <= value <= _MOST:
+            self._refuse(name, f"a number from {least:g} to {_MOST:g}", value)
         return float(value)
 
     def number_or_none(self, name: str) -> float | None:
-        """A finite number, or null."""
+        """A number, or null."""
         return None if self.record.get(name) is None else self.number(name)
 
     def inner(self, name: str) -> _Fields:
@@ -317,8 +315,14 @@ class _Fields:
         raise DataError(f"{self.where}: {name}", expected=expected, found=found)
 
 
+_MOST = 1e18
 _UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 """No character of XML, or half of one."""
+
+
+def _printable(text: str) -> str:
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
 
 _KIND_NAMES: Mapping[type[Any], str] = MappingProxyType(
     {
@@ -344,7 +348,7 @@ def _run_of(fields: _Fields) -> Run:
         machine=_machine_of(machine),
         file_system=machine.text("file_system"),
         session=fields.text("session"),
-        versions={name: versions.text(name) for name in versions.record},
+        versions={_printable(name): versions.text(name) for name in versions.record},
         commit=fields.text("commit", "") or None,
         commit_is_clean=fields.flag("commit_is_clean"),
         command=fields.text("command"),
@@ -392,7 +396,7 @@ def _measured_of(fields: _Fields, kind: str) -> Measured:
         bit_exact=fields.flag_or_none("bit_exact"),
         max_error=fields.number_or_none("max_error"),
         peak_bytes=fields.number("peak_bytes"),
-        steal_s=fields.number("steal_s", least=-math.inf),
+        steal_s=fields.number("steal_s", least=-_MOST),
     )
 
 
