@@ -28,7 +28,7 @@ _ROW_INCHES = 0.21
 _DPI = 110
 _MOST_PIXELS = 60_000
 """Of the height of a PNG; matplotlib can draw 65 535."""
-_LABEL_LENGTH = 26
+_LABEL_LENGTH, _TITLE_LENGTH = 26, 56
 _LABEL_OFFSETS = ((8, 4), (-8, 4), (8, -11), (-8, -11), (18, 4), (-18, 4), (18, -11), (-18, -11))
 _LABEL_ROOM = 9
 _LEAST = 1e-3
@@ -194,9 +194,9 @@ def _name_rows(axes: Axes, rows: Sequence[Row], looks: Mapping[str, Look]) -> No
     axes.tick_params(axis="y", length=0)
 
 
-def _short(text: str) -> str:
+def _short(text: str, length: int = _LABEL_LENGTH) -> str:
     one_line = " ".join(text.split())
-    return one_line if len(one_line) <= _LABEL_LENGTH else one_line[: _LABEL_LENGTH - 1] + "…"
+    return one_line if len(one_line) <= length else one_line[: length - 1] + "…"
 
 
 # --- how it is written ------------------------------------------------------
@@ -276,7 +276,8 @@ def write_png(
                 axes = figure.add_subplot(grid[line, column])
                 draw(axes, cell, looks, ranges, "black")
                 if column == 0:
-                    axes.set_title(title, loc="left", fontsize=10, parse_math=False)
+                    short = _short(title, _TITLE_LENGTH)
+                    axes.set_title(short, loc="left", fontsize=10, parse_math=False)
         dpi = min(_DPI, _MOST_PIXELS / sum(heights))
         try:
             figure.savefig(path, format="png", dpi=dpi, metadata={"Software": None})
