@@ -170,7 +170,10 @@ def browser(
 ) -> Iterator[Browser]:
     program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
     # What Ubuntu has under that name is a script that asks for a snap.
-    if program is None or subprocess.run([program, "--version"], capture_output=True).returncode:
+    if (
+        program is None
+        or subprocess.run([program, "--version"], check=False, capture_output=True).returncode
+    ):
         not_run_here("no Chromium: .ci/browser installs it on Debian, as root")
     with Browser(program, tmp_path_factory.mktemp("chromium")) as running:
         yield running
