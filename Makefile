@@ -13,6 +13,7 @@ test: $(STAMP)
 	$(BIN)/pytest -n 2 -m "not slow and not extra"
 
 test-extra: $(STAMP)
+	@.ci/browser
 	$(BIN)/pytest -m "extra and not slow"
 
 check: $(STAMP)

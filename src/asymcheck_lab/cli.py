@@ -13,6 +13,7 @@ from rich.console import Console
 
 from asymcheck.errors import CheckpointError, OptionError
 from asymcheck_lab.cli_models import add_commands
+from asymcheck_lab.cli_page import add_report
 from asymcheck_lab.errors import LabError, UsageError
 
 app = typer.Typer(
@@ -489,3 +490,4 @@ def _readable_warnings() -> Iterator[None]:
 
 
 add_commands(app, _readable_errors)
+add_report(app, _readable_errors)
