@@ -25,19 +25,23 @@ DUE = (2, 4, 6)
 
 
 class Net(torch.nn.Module):
-    """Tied weights, buffers, and a layer that is large enough to be copied lazily."""
+    """Tied weights, a buffer, and a layer that is large enough to be copied lazily.
+
+    The buffer stays as it is: some systems copy behind the forward pass, and say so.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.table = torch.nn.Embedding(64, 128)
-        self.norm = torch.nn.BatchNorm1d(128)
+        self.norm = torch.nn.LayerNorm(128)
+        self.register_buffer("scale", torch.rand(128))
         self.wide = torch.nn.Linear(128, 256)
         self.back = torch.nn.Linear(256, 128)
         self.head = torch.nn.Linear(128, 64, bias=False)
         self.head.weight = self.table.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.back(self.wide(self.norm(self.table(tokens))).relu()))
+        return self.head(self.back(self.wide(self.norm(self.table(tokens)) * self.scale).relu()))
 
 
 def made(seed: int, folder: Path) -> Job:

@@ -29,6 +29,10 @@ OURS = "asymcheck"
 BASELINE = "torch-save"
 SYNC_RIVAL = "dcp"
 
+_LATE = (
+    f"{RNG}; buffers that a forward pass changes, such as those of batch normalization: they are "
+    "copied behind it, so those of a later step may be saved"
+)
 _LOSSLESS_RULES = ("raw", "measured", "smallest")
 _UNRANKED = {"gemini": "no network yet"}
 _SELF_SYNCED = "nothing; the adapter gives every file and folder to fsync"
@@ -106,21 +110,21 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
             title="DCP async_save, thread, asynchronous stager",
             make=lambda job: DcpAsync(job, kind="thread", stager="behind"),
             library="torch",
-            omits=RNG,
+            omits=_LATE,
             syncs=_DCP,
         ),
         "dcp-process-stager": Rival(
             title="DCP async_save, process, asynchronous stager in shared memory",
             make=lambda job: DcpAsync(job, kind="process", stager="behind"),
             library="torch",
-            omits=RNG,
+            omits=_LATE,
             syncs=_DCP,
         ),
         "torch-checkpointing": Rival(
             title="torch_checkpointing, asynchronous",
             make=TorchCheckpointing,
             library="torch_checkpointing",
-            omits=RNG,
+            omits=_LATE,
             syncs=_SELF_SYNCED + ", in its finalize_callback",
             adapted="without O_DIRECT, whose writes of any length ext4 and XFS refuse",
         ),
