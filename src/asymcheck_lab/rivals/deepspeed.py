@@ -51,7 +51,10 @@ class DeepSpeed(System):
 
 def _engine(job: Job) -> Any:  # noqa: ANN401  its own
     import deepspeed
+    from deepspeed.ops import __compatible_ops__ as extensions
 
+    # It would compile this one, for a minute, to speed up collectives of several processes.
+    extensions["deepspeed_shm_comm"] = False
     engine, *_ = deepspeed.initialize(
         model=job.model,
         optimizer=job.optimizer,

@@ -154,7 +154,8 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
             omits=RNG,
             syncs=_SELF_SYNCED,
             adapted="the loop steps the optimizer itself, and the engine only saves: at stage 0 in "
-            "fp32 it holds the very same model and optimizer",
+            "fp32 it holds the very same model and optimizer; without its extension for "
+            "collectives",
             is_async=False,
         ),
         "safetensors": Rival(
