@@ -8,6 +8,7 @@ from typing import Literal
 
 from asymcheck.errors import OptionError, nearest
 from asymcheck.planning.adaptive import Adaptive
+from asymcheck.planning.layout import MiB
 from asymcheck.planning.plan import IdleProportional, Partitioner
 from asymcheck.planning.policy import Admission
 from asymcheck.planning.selection import RAW, Batching, Fidelity, Selection
@@ -27,6 +28,12 @@ class Strategy:
             ``None`` lets it run freely.
         selection: How chunks may be encoded.
         batching: How encoded chunks are merged into writes.
+        writers: Into how many packs of about the same size a checkpoint is cut; they are written
+            at the same time.
+
+    Raises:
+        OptionError: Two policies exclude each other. What is chosen by measurements, or stands
+            on a key-frame, is made one after the other, and from whole images.
     """
 
     capture: Literal["lazy", "blocking"] = "lazy"
@@ -35,6 +42,27 @@ class Strategy:
     partitioner: Partitioner | None = None
     selection: Selection = RAW
     batching: Batching = "ready"
+    writers: int = 1
+
+    def __post_init__(self) -> None:
+        if type(self.writers) is not int or self.writers < 1:
+            raise OptionError(f"writers: expected an integer from 1 on, found {self.writers!r}")
+        raw, admission = self.selection.rule == "raw", self.admission
+        if admission.at_once > 1 and not raw:
+            raise OptionError(
+                f"at_once: expected 1 with selection rule {self.selection.rule!r}, found "
+                f"{admission.at_once}: use Selection(rule='raw')"
+            )
+        if admission.ring_bytes is not None and not raw:
+            raise OptionError(
+                f"ring_bytes: expected None with selection rule {self.selection.rule!r}, found "
+                f"{admission.ring_bytes}: use Selection(rule='raw')"
+            )
+        if admission.ring_bytes is not None and self.capture == "blocking":
+            raise OptionError(
+                f"ring_bytes: expected None with capture='blocking', which copies a whole image "
+                f"before anything of it is written, found {admission.ring_bytes}"
+            )
 
     def with_fidelity(self, fidelity: Fidelity) -> Strategy:
         """The same with another class of fidelity."""
@@ -46,6 +74,14 @@ _TRY_ALL = Selection(rule="smallest", delta=True)
 strategies = MappingProxyType(
     {
         "naive": Strategy(capture="blocking", persist="before"),
+        # N = 2 as its authors ran it for their larger models.
+        "pccheck": Strategy(
+            admission=Admission(max_in_flight=2, at_once=2), batching="each", writers=2
+        ),
+        # The ring takes only what is in it: a small state never fills 2 GiB.
+        "datastates": Strategy(
+            admission=Admission(max_in_flight=4, ring_bytes=2048 * MiB), batching="each"
+        ),
         "asymcheck": Strategy(partitioner=Adaptive(), selection=Selection(cpu_share=0.01)),
         "asymcheck-paper": Strategy(
             partitioner=IdleProportional(),
