@@ -39,7 +39,7 @@ from asymcheck.encoding import Chooser
 from asymcheck.errors import CaptureError, CheckpointError, CheckpointWarning, DroppedCheckpoint
 from asymcheck.events import Sink, Span, Stage, timed
 from asymcheck.handles import Handle, Promised, SaveReport, report_of
-from asymcheck.memory.arena import Arena, NoRoom, Slot, SlotState, capacity_for
+from asymcheck.memory.arena import Arena, GivenUp, NoRoom, Slot, SlotState, capacity_for
 from asymcheck.messages import Durable
 from asymcheck.persist import write_checkpoint
 from asymcheck.persister import Persister
@@ -267,7 +267,7 @@ class Snapshotter:
         )
         try:
             with timed(self._sink, Stage.CAPTURE, step, placed.at.eager_bytes):
-                copy_eager(placed, slot.image, everything=blocking)
+                copy_eager(placed, slot, everything=blocking)
                 canaries = copy_canaries(placed, slot.canaries)
                 if not waits:
                     finish_canaries(canaries, slot.canaries)
@@ -328,7 +328,8 @@ class Snapshotter:
             self._release(active, "persister")
             failure = future.exception()
             if failure is not None:
-                if isinstance(failure, DroppedCheckpoint):
+                gave_up = isinstance(active.copy.failure, GivenUp)
+                if isinstance(failure, DroppedCheckpoint) and not gave_up:
                     failure = active.dropped or failure
                 active.handle.durable.set_exception(failure)
                 return
@@ -465,6 +466,7 @@ class Snapshotter:
 
     def close(self, timeout_s: float) -> bool:
         """Seal what was captured and wait for the persister; returns whether it was in time."""
+        self._arena.give_up_after(timeout_s)
         self.fence()
         self._hook.close()
         if self._pacing is not None:

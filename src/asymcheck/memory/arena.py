@@ -23,12 +23,13 @@ from time import monotonic
 from asymcheck.errors import CaptureError
 from asymcheck.memory.host import available_bytes
 from asymcheck.memory.process import ProcessId
-from asymcheck.memory.slot import Ring, Slot, SlotState, capacity_for
+from asymcheck.memory.slot import GivenUp, Ring, Slot, SlotState, capacity_for
 from asymcheck.planning.layout import MiB
 
 __all__ = [
     "SHARED_MEMORY",
     "Arena",
+    "GivenUp",
     "NoRoom",
     "ProcessId",
     "Slot",
