@@ -298,9 +298,7 @@ class Snapshotter:
         return active
 
     def _start(self, active: _Active, *, watched: bool) -> None:
-        """Hand the slot to the copying thread, and there to the persister: no Ctrl-C can come
-        between the two.
-        """
+        """Hand the slot to the copying thread, and there to the persister, no Ctrl-C between."""
         copy = active.copy
 
         def begin() -> None:
