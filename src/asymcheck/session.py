@@ -475,7 +475,8 @@ class Checkpointer:
             if isinstance(failure, DroppedCheckpoint):
                 said += [
                     str(failure),
-                    *(self._snapshotter.note_drop() if self._snapshotter else ()),
+                    # Without a leaf nothing changed: to capture otherwise would help nobody.
+                    *(self._snapshotter.note_drop() if self._snapshotter and failure.key else ()),
                 ]
             elif failure is not None:
                 failures.append(failure)

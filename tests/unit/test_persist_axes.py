@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -217,6 +218,47 @@ def test_a_close_ends_in_time_though_nothing_makes_room(train: Callable[..., Tra
         training.checkpointer.close()
     store.go.set()
     assert "step 1 was dropped" in str(handle.captured.exception(WAIT_S))
+
+
+def test_a_killed_persister_loses_one_checkpoint_and_changes_nothing_else(
+    train: Callable[..., Training], tmp_path: Path
+) -> None:
+    """Three times: nothing changed in the state, so capture does not become blocking."""
+    training = train(tmp_path, 24, strategy=RING, persist="process")
+    for step in (1, 2, 3):
+        training.update()
+        piece = threading.Event()
+        go = threading.Event()
+        seen = 0
+
+        def between(piece: threading.Event = piece, go: threading.Event = go) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == 40:
+                piece.set()
+                assert go.wait(WAIT_S)
+
+        snapshotter = training.checkpointer._snapshotter
+        assert snapshotter is not None
+        snapshotter.copier.between = between
+        handle = training.checkpointer.save(step)
+        assert piece.wait(WAIT_S)
+        slot = snapshotter._active.copy.slot  # type: ignore[union-attr]
+        until(lambda slot=slot: slot.is_torn, "memory was given back")
+        os.kill(snapshotter._persister.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        go.set()
+        training.checkpointer.fence()
+        assert "given memory of it back" in str(handle.durable.exception(WAIT_S))
+        with pytest.warns(CheckpointWarning, match=f"step {step} was dropped"):
+            training.checkpointer.wait()
+        assert not snapshotter._blocking
+    snapshotter.copier.between = lambda: None
+    training.update()
+    expected = training.live()
+    assert training.checkpointer.save(4).durable.result(WAIT_S).step == 4
+    assert training.checkpointer.steps() == [4]
+    assert training.checkpointer.restore() == 4
+    assert same(training.live(), expected)
 
 
 # --- what excludes each other -----------------------------------------------
