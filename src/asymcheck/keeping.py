@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 from time import monotonic, perf_counter
 from typing import Literal
 
-from asymcheck.capture import Capture, refuse_torn
+from asymcheck.capture import CanaryWatch, Capture
 from asymcheck.device.snapshot import LazyCopy
 from asymcheck.errors import DroppedCheckpoint
 from asymcheck.handles import Handle, How, SaveReport, report_of
-from asymcheck.memory.arena import Arena, Slot
+from asymcheck.memory.arena import Arena, GivenUp, Slot
 from asymcheck.messages import Durable
 from asymcheck.persister import Persister
+from asymcheck.planning.layout import Extent
 from asymcheck.planning.tiers import Placement
 from asymcheck.tracing import Tracer
 
@@ -197,7 +198,10 @@ class Keeper:
             DroppedCheckpoint: It changed while it was copied.
         """
         if "memory" in active.users:
-            refuse_torn(active.described, active.slot.image, active.slot.canaries)
+            image = active.slot.image
+            canaries = CanaryWatch(active.described, active.slot.canaries)
+            canaries.compare(Extent(0, len(image)), image)
+            canaries.refuse()
 
     def settle(self, active: Active) -> None:
         """It is sealed, or dropped; again does nothing."""
@@ -238,7 +242,8 @@ class Keeper:
         if failure is None:
             self._tell(active, handle, self._completed(active, done.result()))
             return
-        if isinstance(failure, DroppedCheckpoint):
+        gave_up = isinstance(active.copy.failure, GivenUp)
+        if isinstance(failure, DroppedCheckpoint) and not gave_up:
             failure = active.dropped or failure
         handle.durable.set_exception(failure)
         self._is_owed = True

@@ -59,7 +59,11 @@ class Outcomes:
         for handle in done:
             failure = handle.durable.exception()
             if isinstance(failure, DroppedCheckpoint):
-                said += [str(failure), *(captures.note_drop() if captures else ())]
+                # Without a leaf nothing changed: to capture otherwise would help nobody.
+                said += [
+                    str(failure),
+                    *(captures.note_drop() if captures and failure.key else ()),
+                ]
             elif failure is not None:
                 failures.append(failure)
             else:

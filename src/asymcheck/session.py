@@ -443,6 +443,7 @@ class Checkpointer:
                 # Slots need a name where another process can make something of them.
                 (Path(),) if is_own_memory(self._store) else (SHARED_MEMORY, Path()),
                 self._store.url,
+                self._strategy.admission.ring_bytes,
             )
             persister = start_persister(
                 self._persist,
@@ -451,8 +452,7 @@ class Checkpointer:
                 self._retention,
                 self._sink,
                 self._grace_s,
-                self._strategy.selection,
-                self._strategy.batching,
+                self._strategy,
             )
             self._snapshotter = Snapshotter(
                 self._state,

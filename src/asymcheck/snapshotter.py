@@ -267,7 +267,7 @@ class Snapshotter:
         )
         try:
             with timed(self._sink, Stage.CAPTURE, step, placed.at.eager_bytes):
-                copy_eager(placed, slot.image, everything=blocking)
+                copy_eager(placed, slot, everything=blocking)
                 canaries = copy_canaries(placed, slot.canaries)
                 if not waits:
                     finish_canaries(canaries, slot.canaries)
@@ -308,9 +308,7 @@ class Snapshotter:
         return active
 
     def _start(self, active: Active, *, watched: bool) -> None:
-        """Hand the slot to the copying thread, and there to the persister: no Ctrl-C can come
-        between the two.
-        """
+        """Hand the slot to the copying thread, and there to the persister, no Ctrl-C between."""
         copy = active.copy
         copy.before = lambda: self._keeper.begin(active)
         try:
@@ -452,6 +450,7 @@ class Snapshotter:
         """Seal what was captured, give the newest to the store, and wait for the persister;
         returns whether it was in time.
         """
+        self._arena.give_up_after(timeout_s)
         self.fence()
         self._hook.close()
         if self._pacing is not None:

@@ -20,7 +20,8 @@ from asymcheck.capture import Capture, dump_capture
 from asymcheck.errors import OptionError, StoreError, SupersededWriter
 from asymcheck.events import discard
 from asymcheck.handover import LeftOver, finish, left_over, living_owners, take_over
-from asymcheck.memory.arena import ProcessId, Slot, SlotState, _Word, slot_name
+from asymcheck.memory.arena import ProcessId, Slot, SlotState, slot_name
+from asymcheck.memory.slot import _Word
 from asymcheck.persist import persist
 from asymcheck.planning.layout import Extent
 from asymcheck.planning.retention import CheckpointId, Retention

@@ -30,17 +30,26 @@ from asymcheck.planning.layout import Extent, MiB
 PIECE_BYTES = 8 * MiB
 
 
-def copy_eager(placed: Placed, image: memoryview, *, everything: bool = False) -> None:
+def copy_eager(placed: Placed, slot: Slot, *, everything: bool = False) -> None:
     """Copy what may not wait, and zero the gaps between leaves; blocks.
 
     Args:
         placed: The leaves.
-        image: At least as long as the layout says.
+        slot: Where to; it was begun for them. A sparse one gets the memory that they take.
         everything: Whether to copy the lazy leaves too.
+
+    Raises:
+        CaptureError: There is no such memory.
     """
-    into = np.frombuffer(image, np.uint8)
+    into = np.frombuffer(slot.image, np.uint8)
     base, sources, extents = into.ctypes.data, placed.sources, placed.at.extents
-    for start, stop in placed.at.gaps:
+    if slot.is_sparse:  # what has no memory is zero already
+        slot.take(
+            extent
+            for source, extent in zip(sources, extents, strict=True)
+            if everything or not (source.spec.lazy or source.deferred)
+        )
+    for start, stop in () if slot.is_sparse else placed.at.gaps:
         into[start:stop] = 0
     for i, start, nbytes in placed.at.plain_eager:
         memmove(base + start, _address(sources[i].array), nbytes)
@@ -270,7 +279,8 @@ class LazyCopy:
         pace = self._pace
         piece_bytes = PIECE_BYTES if pace is None else min(PIECE_BYTES, pace.piece_bytes)
         if self._boundary:
-            pinned = self._pinning.is_pinned(self.slot)
+            # The driver would take the memory of a whole image.
+            pinned = not self.slot.is_sparse and self._pinning.is_pinned(self.slot)
             self._device = DeviceCopy(self._boundary, pinned=pinned)
             values = np.frombuffer(self.slot.canaries, np.uint8)
             for picked, at in self._canaries:
@@ -282,12 +292,15 @@ class LazyCopy:
             flat = _flat(source)
             for piece in _pieces(extent, piece_bytes):
                 between()
+                self.slot.take_next(piece)
                 if pace is not None and source.spec.lazy:
                     pace.wait(piece.nbytes)
                 part = flat[piece.start - extent.start : piece.stop - extent.start]
                 target = into[piece.start : piece.stop]
                 if self._device is not None and part.device.type == "cuda":
                     self._device.issue(part, target, piece.stop)
+                    if self.slot.is_sparse:  # then it is copied: it was not pinned
+                        self._note(piece.stop)
                 else:
                     np.copyto(target, part.numpy())  # without the interpreter lock
                     self._note(piece.stop)
@@ -300,7 +313,8 @@ class LazyCopy:
             self.slot.copied_bytes = self.placed.at.layout.image_bytes
 
     def _note(self, upto: int) -> None:
-        if self._device is None and upto > self.slot.copied_bytes:
+        followed = self._device is None or self.slot.is_sparse
+        if followed and upto > self.slot.copied_bytes:
             self.slot.copied_bytes = upto
 
 

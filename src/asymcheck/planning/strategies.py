@@ -8,7 +8,8 @@ from typing import Literal
 
 from asymcheck.errors import OptionError, nearest
 from asymcheck.planning.adaptive import Adaptive
-from asymcheck.planning.cadence import Cadence, EverySeconds, OverheadBudget
+from asymcheck.planning.cadence import Cadence, EverySeconds, OverheadBudget, SlowdownFactor
+from asymcheck.planning.layout import MiB
 from asymcheck.planning.plan import IdleProportional, Partitioner
 from asymcheck.planning.policy import Admission
 from asymcheck.planning.selection import RAW, Batching, Fidelity, Selection
@@ -35,10 +36,14 @@ class Strategy:
         batching: How encoded chunks are merged into writes.
         placement: Which checkpoints go to the store, and which stay in memory alone.
         cadence: How often to save where the user does not say; ``None`` for only on request.
+        writers: Into how many packs of about the same size a checkpoint is cut; they are written
+            at the same time.
 
     Raises:
-        OptionError: With a ``placement`` that keeps some in memory, room for one checkpoint is
-            too little: the newest whole one stays while the next is captured.
+        OptionError: Two policies exclude each other. What is chosen by measurements, or stands
+            on a key-frame, is made one after the other, and from whole images. A ``placement``
+            that keeps some in memory needs whole images too, and room for two: the newest whole
+            one stays while the next is captured.
     """
 
     capture: Literal["lazy", "device-copy", "profiled", "blocking"] = "lazy"
@@ -49,13 +54,38 @@ class Strategy:
     batching: Batching = "ready"
     placement: Placement = Placement()
     cadence: Cadence | None = None
+    writers: int = 1
 
     def __post_init__(self) -> None:
-        if self.placement.durable is not None and self.admission.max_in_flight < 2:
+        if type(self.writers) is not int or self.writers < 1:
+            raise OptionError(f"writers: expected an integer from 1 on, found {self.writers!r}")
+        raw, admission = self.selection.rule == "raw", self.admission
+        if admission.at_once > 1 and not raw:
+            raise OptionError(
+                f"at_once: expected 1 with selection rule {self.selection.rule!r}, found "
+                f"{admission.at_once}: use Selection(rule='raw')"
+            )
+        if admission.ring_bytes is not None and not raw:
+            raise OptionError(
+                f"ring_bytes: expected None with selection rule {self.selection.rule!r}, found "
+                f"{admission.ring_bytes}: use Selection(rule='raw')"
+            )
+        if admission.ring_bytes is not None and self.capture == "blocking":
+            raise OptionError(
+                f"ring_bytes: expected None with capture='blocking', which copies a whole image "
+                f"before anything of it is written, found {admission.ring_bytes}"
+            )
+        in_memory = self.placement.durable is not None
+        if in_memory and admission.ring_bytes is not None:
+            raise OptionError(
+                f"ring_bytes: expected None with a placement that keeps whole checkpoints in "
+                f"memory, found {admission.ring_bytes}"
+            )
+        if in_memory and admission.max_in_flight < 2:
             raise OptionError(
                 f"placement: expected admission.max_in_flight from 2 on, since the newest whole "
                 f"checkpoint stays in memory while the next is captured, found "
-                f"{self.admission.max_in_flight}"
+                f"{admission.max_in_flight}"
             )
 
     def with_fidelity(self, fidelity: Fidelity) -> Strategy:
@@ -72,6 +102,17 @@ strategies = MappingProxyType(
         "gemini": Strategy(
             admission=Admission(max_in_flight=2),
             placement=Placement(durable=EverySeconds(3 * 3600)),
+        ),
+        # N = 2 as its authors ran it for their larger models.
+        "pccheck": Strategy(
+            admission=Admission(max_in_flight=2, at_once=2),
+            batching="each",
+            writers=2,
+            cadence=SlowdownFactor(),
+        ),
+        # The ring takes only what is in it: a small state never fills 2 GiB.
+        "datastates": Strategy(
+            admission=Admission(max_in_flight=4, ring_bytes=2048 * MiB), batching="each"
         ),
         "asymcheck": Strategy(partitioner=Adaptive(), selection=Selection(cpu_share=0.01)),
         "asymcheck-paper": Strategy(
