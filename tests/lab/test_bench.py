@@ -548,7 +548,7 @@ def test_the_systems_get_the_same_state_once(tmp_path: Path) -> None:
     head.weight = table.weight
     model = torch.nn.ModuleDict({"table": table, "head": head})
     optimizer = torch.optim.AdamW(model.parameters())
-    state = rivals._state_of(Job(model, optimizer, tmp_path, 1))
+    state = rivals.state_of(Job(model, optimizer, tmp_path, 1))
     assert list(state["model"]) == ["table.weight"]
 
 

@@ -1,0 +1,166 @@
+"""``torch.distributed.checkpoint``: its save and its kinds of ``async_save``."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+from asymcheck_lab.rivals.base import Job, System, fsync, state_of, without_aliases
+
+
+@dataclass
+class Dcp(System):
+    """``torch.distributed.checkpoint.save``, and what its kinds of ``async_save`` share."""
+
+    def start(self) -> None:
+        """See ``System``."""
+        # At every save it would say that there is only one process.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+    def after_update(self, step: int, *, due: bool) -> None:
+        """See ``System``."""
+        if not due:
+            return
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        path = self._path(step)
+        save(state_of(self.job), checkpoint_id=path)
+        _sync_names(path)
+        self.durable_s[step] = perf_counter()
+
+    def load(self, step: int, into: Job) -> None:
+        """See ``System``."""
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        # DCP loads into what is there, and a new optimizer has nothing yet: the form is taken
+        # from the live one, without its values.
+        state = _blank({"model": {}, "optim": self.job.optimizer.state_dict()})
+        state["model"] = without_aliases(into.model.state_dict())
+        load(state, checkpoint_id=self._path(step), no_dist=True)
+        into.optimizer.load_state_dict(state["optim"])
+
+    def _path(self, step: int) -> Path:
+        return self.job.folder / f"step-{step:08d}"
+
+
+@dataclass
+class DcpAsync(Dcp):
+    """``async_save``: the state is staged, and written by a thread or a process.
+
+    Attributes:
+        kind: Who writes.
+        stager: ``default`` is DCP's own choice, which copies before ``async_save`` returns;
+            ``behind`` copies behind the next forward and backward pass, into memory that is
+            used again, and is waited for right before the update, as DCP advises.
+    """
+
+    kind: Literal["thread", "process"] = "thread"
+    stager: Literal["default", "behind"] = "default"
+    _own_stager: Any = None
+    _staged: Future[None] | None = None
+    _saves: list[Future[None]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """See ``System``."""
+        super().start()
+        if self.kind == "process":
+            import torch.distributed as dist
+
+            # The writing process joins a group of its own at this address.
+            os.environ["MASTER_ADDR"] = "127.0.0.1"
+            meeting = self.job.folder.with_name("rendezvous").resolve().as_uri()
+            dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+        if self.stager != "default":
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+            self._own_stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=False,  # this and the last one need CUDA
+                    use_shared_memory=self.kind == "process",
+                    use_async_staging=self.stager == "behind",
+                    use_non_blocking_copy=False,
+                )
+            )
+
+    def before_update(self) -> None:
+        """See ``System``."""
+        if self._staged is not None:
+            self._staged.result()
+            self._staged = None
+
+    def after_update(self, step: int, *, due: bool) -> None:
+        """See ``System``."""
+        if not due:
+            return
+        from torch.distributed.checkpoint.state_dict_saver import (
+            AsyncCheckpointerType,
+            AsyncSaveResponse,
+            async_save,
+        )
+
+        if self._saves:
+            self._saves[-1].result()  # one at a time, as DCP's documentation advises
+        path = self._path(step)
+        durable: Future[None] = Future()
+        self._saves.append(durable)
+        answer = async_save(
+            state_of(self.job),
+            checkpoint_id=path,
+            async_checkpointer_type=AsyncCheckpointerType(self.kind),
+            async_stager=self._own_stager,
+        )
+        upload = answer
+        if isinstance(answer, AsyncSaveResponse):
+            upload, self._staged = answer.upload_completion, answer.staging_completion
+        assert isinstance(upload, Future)
+        upload.add_done_callback(lambda done: self._complete(step, path, done, durable))
+
+    def _complete(self, step: int, path: Path, written: Future[Any], durable: Future[None]) -> None:
+        """On DCP's thread, once it has written everything."""
+        try:
+            written.result()
+            _sync_names(path)
+            self.durable_s[step] = perf_counter()
+        except BaseException as failure:  # noqa: BLE001  the next call raises it
+            durable.set_exception(failure)
+        else:
+            durable.set_result(None)
+
+    def drain(self) -> None:
+        """See ``System``."""
+        self.before_update()
+        for save in self._saves:
+            save.result()
+
+    def close(self) -> None:
+        """See ``System``."""
+        if self._own_stager is not None:
+            self._own_stager.close()
+        if self.kind == "process":
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+
+def _blank(value: Any) -> Any:  # noqa: ANN401  any state dict
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: _blank(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_blank(inner) for inner in value]
+    return None
+
+
+def _sync_names(folder: Path) -> None:
+    """What DCP leaves out: the tail of ``.metadata``, and the names of its files."""
+    fsync(folder / ".metadata")
+    fsync(folder)
+    fsync(folder.parent)
