@@ -274,7 +274,9 @@ class _Run:
         # A strategy may give a checkpoint up, where another one is under way or newer.
         if at_s is None and self._rival.kind == "rival":
             raise RunError(f"step {step}: never became durable with {self._spec.system}")
-        later = [] if at_s is None else [n for n, s in self._ended_s.items() if n > step and s <= at_s]
+        later = (
+            [] if at_s is None else [n for n, s in self._ended_s.items() if n > step and s <= at_s]
+        )
         return {
             "step": step,
             "blocked_s": self._watch.blocked_s.get(step, 0.0),

@@ -36,7 +36,7 @@ def timed_mark(out: Path) -> Path:
 def _prepare(workloads: list[list[str]]) -> None:
     import torch
     import torch.distributed.checkpoint.state_dict_loader
-    import torch.distributed.checkpoint.state_dict_saver  # noqa: F401
+    import torch.distributed.checkpoint.state_dict_saver
 
     import asymcheck
     from asymcheck_lab import bench_check  # noqa: F401

@@ -58,9 +58,7 @@ class Windows:
         seed_everything(seed)
         self._family = FAMILIES["gpt2"]
         made = size_of(size)
-        self._batches = BatchLoader(
-            load_text(), context=made.context, batch=made.batch, seed=seed
-        )
+        self._batches = BatchLoader(load_text(), context=made.context, batch=made.batch, seed=seed)
         self.model = self._family.build(made)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=made.learning_rate
