@@ -116,6 +116,7 @@ def write(
     used = strategy or Strategy(partitioner=Adaptive())
     tracer = Tracer(path, discard, used)
     made = decision or Decision(HELD, Gate("windows", 0.1), 4 * MiB, 0.004, "it saves time")
+    tracer.cadence = "every 10 steps, as asked for"
     for step in steps or (30,):
         tracer.begin(step, 0.0, lazy_bytes=LAZY, eager_bytes=MiB)
         if planned:
@@ -197,6 +198,15 @@ def test_choices_and_batches_have_their_numbers(path: Path) -> None:
     assert "batches: 2, 12.0 MiB; the store took 300.0 ms for them" in text
     assert "0 100.0 100.0 4.0 MiB 42" in rows
     assert "1 500.0 200.0 8.0 MiB 42" in rows
+
+
+def test_how_often_is_saved_and_why_is_told_where_it_is_known(path: Path) -> None:
+    assert "How often is saved: every 10 steps, as asked for." in shown("explain", path)
+    assert json.loads(run("explain", path, "--json").stdout)["cadence"].startswith("every 10")
+    told = json.loads(path.read_text())
+    del told["cadence"]  # as it was before traces had it
+    path.write_text(json.dumps(told, separators=(",", ":")) + "\n")
+    assert not [line for line in shown("explain", path) if "often" in line]
 
 
 def test_of_many_batches_the_longest_are_shown(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def spans(step: int, boundary_s: float) -> list[Span]:
 
 def tell(tracer: Tracer, step: int, boundary_s: float = 50.0, **changes: Any) -> None:
     """A checkpoint, from its boundary until it is durable."""
+    tracer.cadence = f"every {step} steps"
     tracer.begin(step, boundary_s, lazy_bytes=900, eager_bytes=100)
     tracer.plan(step, Paced(boundary_s))
     for span in spans(step, boundary_s):

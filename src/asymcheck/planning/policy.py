@@ -1,67 +1,11 @@
-"""Decisions as data, one policy an axis: numbers in, choices out."""
+"""Decisions as data, one policy an axis: numbers in, choices out. Cadences are in ``cadence``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from asymcheck.errors import OptionError
-
-
-class Cadence(Protocol):
-    """Decides at which steps a checkpoint starts."""
-
-    def due(self, *, step: int, last_step: int, since_last_s: float) -> bool:
-        """Whether to save after update ``step``.
-
-        Args:
-            step: Updates done so far.
-            last_step: Step of the latest save or restore, zero where there was none.
-            since_last_s: Seconds since then.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Never:
-    """Only explicit saves."""
-
-    def due(self, *, step: int, last_step: int, since_last_s: float) -> bool:
-        """See ``Cadence``."""
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class EverySteps:
-    """At each multiple of ``steps``."""
-
-    steps: int
-
-    def __post_init__(self) -> None:
-        if type(self.steps) is not int or self.steps < 1:
-            raise OptionError(f"every_steps: expected an integer from 1 on, found {self.steps!r}")
-
-    def due(self, *, step: int, last_step: int, since_last_s: float) -> bool:
-        """See ``Cadence``."""
-        return step % self.steps == 0
-
-
-@dataclass(frozen=True, slots=True)
-class EverySeconds:
-    """At the first step that ends ``seconds`` or more after the latest save."""
-
-    seconds: float
-
-    def __post_init__(self) -> None:
-        found: object = self.seconds
-        if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
-            raise OptionError(
-                f"every_seconds: expected a number of seconds above 0, found {found!r}"
-            )
-
-    def due(self, *, step: int, last_step: int, since_last_s: float) -> bool:
-        """See ``Cadence``."""
-        return since_last_s >= self.seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from asymcheck.errors import OptionError, nearest
 from asymcheck.planning.adaptive import Adaptive
+from asymcheck.planning.cadence import Cadence
 from asymcheck.planning.plan import IdleProportional, Partitioner
 from asymcheck.planning.policy import Admission
 from asymcheck.planning.selection import RAW, Batching, Fidelity, Selection
@@ -27,6 +28,7 @@ class Strategy:
             ``None`` lets it run freely.
         selection: How chunks may be encoded.
         batching: How encoded chunks are merged into writes.
+        cadence: How often to save where the user does not say; ``None`` for only on request.
     """
 
     capture: Literal["lazy", "blocking"] = "lazy"
@@ -35,6 +37,7 @@ class Strategy:
     partitioner: Partitioner | None = None
     selection: Selection = RAW
     batching: Batching = "ready"
+    cadence: Cadence | None = None
 
     def with_fidelity(self, fidelity: Fidelity) -> Strategy:
         """The same with another class of fidelity."""
