@@ -338,7 +338,7 @@ class Trace:
         decision: The plan of the copy; ``None`` where there was none to make.
         copy_bytes_per_s: Bandwidth when it was made, 0 where none was known.
         contention: κ when it was made.
-        opened: The windows of this step, as they came.
+        opened: The windows of this step, as they came, until the checkpoint was durable.
         parts: The copy of this step, as it went.
         spans: By start.
         report: What the trainer was told.

@@ -168,7 +168,10 @@ def test_the_numbers_of_a_real_training_add_up(tmp_path: Path, strategy: str, pe
     if strategy != "naive":
         usual = choose_step(path, None)  # the last one is sealed by close, behind no step
         assert usual.step == 8
-        assert [w.phase for w in usual.opened] == ["forward"] * 4 + ["backward"] * 3
+        opened = [w.phase for w in usual.opened]
+        # Those until it was durable, which may be before the step is over.
+        assert len(opened) > 1
+        assert opened == (["forward"] * 4 + ["backward"] * 3)[: len(opened)]
 
 
 def test_every_span_reaches_the_users_sink_too_and_its_failure_stops_nothing(
