@@ -117,7 +117,15 @@ def add_bench(
             }
             given |= {"warmup": warmup, "folder": folder, "verify": verify}
             if synthetic:
-                raise NotImplementedError
+                if models is not None:
+                    raise UsageError("synthetic: expected none with --models, found one")
+                _forms(
+                    systems or "all",
+                    folder=folder,
+                    results=results or Path("results/forms.jsonl"),
+                    report_only=report_only,
+                )
+                return
             if models is not None:
                 _compare(
                     given,
@@ -227,6 +235,25 @@ def _compare(
     if docs is not None:
         write_into(docs, render(records))
     if any(record.get("error") for record in records):
+        raise typer.Exit(1)
+
+
+def _forms(systems: str, *, folder: Path, results: Path, report_only: bool) -> None:
+    from rich.console import Console
+
+    from asymcheck.planning.strategies import strategies
+    from asymcheck_lab.bench import newest_session
+    from asymcheck_lab.compare import chosen_names
+    from asymcheck_lab.compare_forms import FormOptions, all_hold, read_forms, run_forms, show
+
+    names = chosen_names(systems, strategies)
+    options = FormOptions(names=names, folder=folder, results=results)
+    if report_only:
+        records = newest_session(read_forms(results))
+    else:
+        records = run_forms(options, lambda line: typer.echo(line, err=True))
+    show(Console(), records)
+    if not all_hold(records):
         raise typer.Exit(1)
 
 

@@ -18,7 +18,6 @@ from rich.table import Table
 
 from asymcheck.errors import nearest
 from asymcheck.planning.closed_forms import Mechanism, Steady, Work, steady_state
-from asymcheck.planning.layout import CHUNK_BYTES
 from asymcheck.planning.strategies import Strategy, resolve, strategies
 from asymcheck_lab.bench import append_record, describe_session, prepare, read_records
 from asymcheck_lab.bench_child import measure_in_child, run_root
@@ -154,22 +153,30 @@ def read_forms(path: Path) -> list[dict[str, Any]]:
 # --- the closed forms -------------------------------------------------------
 
 
-def mechanism_of(strategy: Strategy, record: Mapping[str, Any]) -> Mechanism:
-    """What the closed forms call a strategy.
+Capture = Literal["blocking", "lazy", "device"]
 
-    Encoding and writing take turns batch by batch; the copy is over before the first of them, as
-    the image is handed over as a whole.
+_CAPTURES: Mapping[str, Sequence[Capture]] = {
+    "blocking": ("blocking",),
+    "lazy": ("lazy",),
+    "device-copy": ("device",),
+    "profiled": ("lazy", "device"),
+}
+"""What the closed forms call a strategy's capture; of several it takes the cheaper."""
 
-    Args:
-        strategy: Its policies.
-        record: A measurement of it.
+
+def mechanisms_of(strategy: Strategy) -> list[Mechanism]:
+    """What the closed forms call a strategy; several where it chooses by measuring.
+
+    An image is handed on as a whole: its copy is over before the first batch is written.
     """
-    return Mechanism(
-        capture=strategy.capture,
-        persist=strategy.persist,
-        max_in_flight=strategy.admission.max_in_flight,
-        pieces=1,
-    )
+    return [
+        Mechanism(
+            capture=capture,
+            persist=strategy.persist,
+            max_in_flight=strategy.admission.max_in_flight,
+        )
+        for capture in _CAPTURES[strategy.capture]
+    ]
 
 
 def work_of(record: Mapping[str, Any]) -> Work:
@@ -184,13 +191,17 @@ def work_of(record: Mapping[str, Any]) -> Work:
         copy_s=record["copy_s"],
         write_s=write_s,
         encode_s=max(0.0, record["encode_s"] - write_s),
+        device_s=record["copy_s"],  # without a device both are copies in memory
     )
 
 
 def predicted(record: Mapping[str, Any]) -> Steady:
     """What the closed form makes of a measurement's times."""
-    how = mechanism_of(resolve(record["strategy"]), record)
-    return steady_state(work_of(record), how, record["every"])
+    found = [
+        steady_state(work_of(record), how, record["every"])
+        for how in mechanisms_of(resolve(record["strategy"]))
+    ]
+    return min(found, key=lambda steady: steady.stall_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,14 @@ from time import perf_counter, sleep
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from asymcheck import Checkpointer
 from asymcheck.handles import Handle
 from asymcheck.planning.strategies import Strategy, resolve
 from asymcheck_lab.compare_forms import FormSpec
+from asymcheck_lab.engine_run import Synthetic
 from asymcheck_lab.errors import RunError
-from asymcheck_lab.engine_run import Clocked, Cycle, Synthetic
 from asymcheck_lab.record import median
 
 _LAYERS = 8
@@ -28,6 +30,8 @@ _PLAIN = 8
 _SETTLED = 5
 """Checkpoints before the counted ones, beside those that may be in flight."""
 _LIMIT_S = 120.0
+_NEVER = 1 << 40
+"""Steps between two saves that nobody asks for."""
 
 
 @dataclass
@@ -38,11 +42,53 @@ class _Save:
     stall_s: float
     durable_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.handle.durable.add_done_callback(lambda _: self._note())
-
-    def _note(self) -> None:
+    def note(self, _: object) -> None:
+        """It is durable now."""
         self.durable_s = perf_counter()
+
+
+class _Loop:
+    """A training that saves at some of its boundaries, and what that thread sees."""
+
+    def __init__(
+        self, model: Synthetic, optimizer: torch.optim.Optimizer, strategy: Strategy, root: str
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._hook_s = [0.0, 0.0]
+        self._number = 0
+        self.saves: list[_Save] = []
+        self.windows_s: list[float] = []
+        # Hooks run in the order in which they were registered: the fence lies between these.
+        register_optimizer_step_pre_hook(lambda *_: self._note(0))
+        self.checkpointer = Checkpointer(
+            root,
+            state={"model": model, "optim": optimizer},
+            strategy=strategy,
+            every_steps=_NEVER,
+            keep_last=2,
+        )
+        self.checkpointer.restore()
+        register_optimizer_step_pre_hook(lambda *_: self._note(1))
+
+    def _note(self, which: int) -> None:
+        self._hook_s[which] = perf_counter()
+
+    def step(self, *, save: bool) -> None:
+        """From a boundary, which saves or not, through the next update."""
+        self._number += 1
+        begin_s = perf_counter()
+        if save:
+            handle = self.checkpointer.save(self._number)
+            self.saves.append(_Save(begin_s, perf_counter(), handle, 0.0))
+            handle.durable.add_done_callback(self.saves[-1].note)
+        else:
+            self.checkpointer.step(self._number)
+        open_s = perf_counter()
+        self._model.forward_and_backward()
+        self._optimizer.step()
+        before_s, after_s = self._hook_s
+        self.windows_s.append(before_s - open_s)
+        self.saves[-1].stall_s += open_s - begin_s + after_s - before_s
 
 
 def measure(spec: FormSpec) -> dict[str, Any]:
@@ -63,38 +109,24 @@ def measure(spec: FormSpec) -> dict[str, Any]:
     strategy = resolve(spec.strategy)
     plain_s = _plain_step_s(model, optimizer)
     copy_s = _copy_s(model, optimizer)
-    clocked = Clocked(model, optimizer, strategy, spec.root)
-    saves: list[_Save] = []
-    windows: list[float] = []
+    loop = _Loop(model, optimizer, strategy, spec.root)
     settled = _SETTLED + strategy.admission.max_in_flight
     begin_s = 0.0
-    for number in range(settled + spec.checkpoints):
-        if number == settled:
+    for number in range((settled + spec.checkpoints) * spec.every):
+        if number == settled * spec.every:
             begin_s = perf_counter()
-        saves.append(_boundary(clocked, model, windows))
-        for _ in range(spec.every - 1):
-            cycle = clocked.cycle(model.forward_and_backward, save=False)
-            saves[-1].stall_s += cycle.step_s + cycle.fence_s
+        loop.step(save=number % spec.every == 0)
     period_s = (perf_counter() - begin_s) / spec.checkpoints
-    clocked.settle()
-    return _found(strategy, saves[settled:], period_s) | {
+    loop.checkpointer.close()
+    return _found(loop.saves[settled:], period_s) | {
         "step_s": plain_s,
-        "window_s": median(windows),
+        "window_s": median(loop.windows_s),
         "copy_s": copy_s,
         "period_s": period_s,
     }
 
 
-def _boundary(clocked: Clocked, model: Synthetic, windows: list[float]) -> _Save:
-    begin_s = perf_counter()
-    cycle: Cycle = clocked.cycle(model.forward_and_backward, save=True)
-    assert cycle.handle is not None
-    windows.append(cycle.window_s)
-    stall_s = cycle.step_s + cycle.fence_s
-    return _Save(begin_s, begin_s + cycle.step_s, cycle.handle, stall_s)
-
-
-def _found(strategy: Strategy, saves: list[_Save], period_s: float) -> dict[str, Any]:
+def _found(saves: list[_Save], period_s: float) -> dict[str, Any]:
     count = len(saves)
     reports = [save.handle.durable.result(_LIMIT_S) for save in saves]
     until_s = perf_counter() + _LIMIT_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -16,7 +17,10 @@ from asymcheck_lab.record import measured_when
 _NONE = "–"
 
 
-def _shown(factor: float, form: str) -> Callable[[Estimate | None], str]:
+Text = Callable[[Estimate | None], str]
+
+
+def _shown(factor: float, form: str, *, brief: bool) -> Text:
     """Median and interval, each times ``factor``; of one round there is no interval."""
 
     def text(found: Estimate | None) -> str:
@@ -25,25 +29,20 @@ def _shown(factor: float, form: str) -> Callable[[Estimate | None], str]:
         middle, low, high = (
             format(factor * v, form) for v in (found.median, found.low, found.high)
         )
-        return middle if found.count == 1 else f"{middle} ({low} to {high})"
+        return middle if brief or found.count == 1 else f"{middle} ({low} to {high})"
 
     return text
 
 
-_PERCENT, _MS, _S = _shown(100, "+.1f"), _shown(1000, ".1f"), _shown(1, ".3f")
-_MB, _MORE_MB, _STEPS = _shown(1e-6, ".2f"), _shown(1e-6, "+.1f"), _shown(1, ".0f")
-
-
-def _durable(row: Row) -> str:
+def _durable(row: Row, text: Text) -> str:
     lost, due = row.given_up
-    note = f", {due - lost} of {due}" if lost else ""
-    return _S(row.durable_s) + note
+    return text(row.durable_s) + (f", {due - lost} of {due}" if lost else "")
 
 
 def _saved(row: Row) -> str:
     if not row.state_bytes or row.record["kind"] == "none":
         return _NONE
-    return f"{row.saved_bytes / 1e6:.2f} of {row.state_bytes / 1e6:.2f}"
+    return f"{row.saved_bytes / 1e6:.2f}"
 
 
 def _exact(row: Row) -> str:
@@ -52,29 +51,35 @@ def _exact(row: Row) -> str:
     return "yes" if row.bit_exact else f"no, {row.max_error:.1e}"
 
 
-COLUMNS: Sequence[tuple[str, Callable[[Row], str]]] = (
-    ("slower, %", lambda row: _PERCENT(row.slowdown)),
-    ("stall p50, ms", lambda row: _MS(row.stall_s)),
-    ("p99, ms", lambda row: _NONE if row.stall_p99_s is None else f"{1e3 * row.stall_p99_s:.1f}"),
-    ("durable p50, s", _durable),
-    ("lag, steps", lambda row: _STEPS(row.lag_steps)),
-    ("saves, MB", _saved),
-    ("on disk, MB", lambda row: _MB(row.disk_bytes)),
-    ("restore, s", lambda row: _S(row.restore_s)),
-    ("memory, MB", lambda row: _MORE_MB(row.peak_bytes)),
-    ("exact", _exact),
-)
-"""Head of a column, and what it shows of a row. Every row also says what it does not save."""
+def lines_of(found: CellRows, *, brief: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of a cell's table. Every row says what its system does not save.
 
+    Args:
+        found: The cell.
+        brief: For a terminal: medians alone, names for titles.
+    """
 
-def lines_of(found: CellRows) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows of a cell's table."""
-    heads = ["system", *(head for head, _ in COLUMNS), "does not save"]
-    return heads, [
-        [_name(row), *(text(row) for _, text in COLUMNS), row.missing or "nothing missing"]
-        for row in found.rows
-        if row.runs
-    ]
+    def shown(factor: float, form: str) -> Text:
+        return _shown(factor, form, brief=brief)
+
+    percent, ms, seconds = shown(100, "+.1f"), shown(1000, ".1f"), shown(1, ".3f")
+    mb, more_mb, steps = shown(1e-6, ".2f"), shown(1e-6, "+.1f"), shown(1, ".0f")
+    columns: Mapping[str, Callable[[Row], str]] = {
+        "system": lambda row: _name(row, brief=brief),
+        "slower, %": lambda row: percent(row.slowdown),
+        "stall p50, ms": lambda row: ms(row.stall_s),
+        "p99, ms": lambda row: _NONE if row.stall_p99_s is None else f"{1e3 * row.stall_p99_s:.1f}",
+        "durable p50, s": lambda row: _durable(row, seconds),
+        "lag, steps": lambda row: steps(row.lag_steps),
+        "saves, MB": _saved,
+        "on disk, MB": lambda row: mb(row.disk_bytes),
+        "restore, s": lambda row: seconds(row.restore_s),
+        "memory, MB": lambda row: more_mb(row.peak_bytes),
+        "exact": _exact,
+        "does not save": lambda row: row.missing or _NONE,
+    }
+    rows = [row for row in found.rows if row.runs]
+    return list(columns), [[text(row) for text in columns.values()] for row in rows]
 
 
 def notes_of(found: CellRows) -> list[str]:
@@ -98,30 +103,39 @@ def head_of(found: CellRows) -> str:
     )
 
 
-def _name(row: Row) -> str:
+def _name(row: Row, *, brief: bool) -> str:
     unranked = row.record["kind"] != "none" and not row.record["ranked"]
-    title: str = row.record["title"]
-    return title + (" (not ranked)" if unranked else "")
+    name: str = row.record["system" if brief else "title"]
+    return name + (" (not ranked)" if unranked else "")
 
 
 def show(console: Console, records: Sequence[Mapping[str, Any]]) -> None:
-    """Print the tables of a session.
+    """Print the tables of a session; what systems do not save is spelled out below each.
 
     Args:
         console: Where to.
         records: Of one session.
     """
     for found in summarize_cells(records):
-        heads, rows = lines_of(found)
-        table = Table(title=head_of(found), title_justify="left")
+        heads, rows = lines_of(found, brief=True)
+        omitted = {text: f"({n})" for n, text in enumerate(_words(rows), start=1)}
+        table = Table(
+            box=SIMPLE_HEAD, title=head_of(found), title_justify="left", padding=(0, 1, 0, 0)
+        )
         for head in heads:
-            words = head in (heads[0], heads[-1])
-            table.add_column(head, justify="left" if words else "right", overflow="fold")
+            table.add_column(head, justify="left" if head == heads[0] else "right")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*row[:-1], omitted.get(row[-1], row[-1]))
         console.print(table)
+        for text, number in omitted.items():
+            console.print(f"  {number} does not save: {text}", markup=False, highlight=False)
         for note in notes_of(found):
             console.print(f"  {note}", markup=False, highlight=False)
+
+
+def _words(rows: Sequence[Sequence[str]]) -> list[str]:
+    """What is not saved, each text once."""
+    return list(dict.fromkeys(row[-1] for row in rows if row[-1] != _NONE))
 
 
 def render(records: Sequence[Mapping[str, Any]]) -> str:
