@@ -156,6 +156,7 @@ class RunServer:
     ) -> tuple[dict[str, Any], int]:
         """As ``measure_in_child``, but only the timed part counts for the peak of memory."""
         out, log_path = scratch / "measured.json", scratch / "log.txt"
+        log_path.touch()
         job = {"spec": spec, "out": str(out), "log": str(log_path)}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job).encode() + b"\n")

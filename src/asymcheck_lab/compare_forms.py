@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asymcheck.errors import nearest
-from asymcheck.planning.closed_forms import Mechanism, Steady, Work, steady_state
+from asymcheck.planning.closed_forms import Mechanism, Steady, Work, how_long, steady_state
 from asymcheck.planning.strategies import Strategy, resolve, strategies
 from asymcheck_lab.bench import append_record, describe_session, prepare, read_records
 from asymcheck_lab.bench_child import measure_in_child, run_root
@@ -49,7 +49,7 @@ class FormSpec:
     checkpoints: int
     window_s: float = 0.1
     state_bytes: int = 32 * _MB
-    bytes_per_s: float = 64e6
+    bytes_per_s: float = 24e6
     cores: tuple[int, ...] = ()
     folder: str = ""
 
@@ -96,8 +96,8 @@ class FormOptions:
 def cases(options: FormOptions) -> Iterator[FormSpec]:
     """Every measurement; without cores and folder."""
     for name in options.names:
-        yield FormSpec(strategy=name, every=2, checkpoints=8)
-        yield FormSpec(strategy=name, every=10, checkpoints=5)
+        yield FormSpec(strategy=name, every=2, checkpoints=5)
+        yield FormSpec(strategy=name, every=16, checkpoints=3)
 
 
 def run_forms(options: FormOptions, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -167,7 +167,7 @@ _CAPTURES: Mapping[str, Sequence[Capture]] = {
 def mechanisms_of(strategy: Strategy) -> list[Mechanism]:
     """What the closed forms call a strategy; several where it chooses by measuring.
 
-    An image is handed on as a whole: its copy is over before the first batch is written.
+    An image is handed on as a whole, in one piece: its copy is over before any of it is encoded.
     """
     return [
         Mechanism(
@@ -179,28 +179,36 @@ def mechanisms_of(strategy: Strategy) -> list[Mechanism]:
     ]
 
 
-def work_of(record: Mapping[str, Any]) -> Work:
+def work_of(strategy: Strategy, record: Mapping[str, Any]) -> Work:
     """Times of a measurement where nothing else is done, as the closed forms want them.
 
-    Hashing and encoding go on while the store is busy, so they count as far as they take longer.
+    A blocking copy takes what a plain copy takes; a lazy one what its plan makes of it. While a
+    batch is written the next is encoded, but for square-root batches: those of a few megabytes
+    hold all chunks, and are written when all is encoded. So encoding and writing are one stage.
     """
-    write_s = record["stored_bytes"] / record["bytes_per_s"]
-    return Work(
+    plain_s: float = record["copy_s"]
+    stages = Work(
         step_s=record["step_s"],
         window_s=min(record["window_s"], record["step_s"]),
-        copy_s=record["copy_s"],
-        write_s=write_s,
-        encode_s=max(0.0, record["encode_s"] - write_s),
-        device_s=record["copy_s"],  # without a device both are copies in memory
+        copy_s=0.0,
+        write_s=record["stored_bytes"] / record["bytes_per_s"],
+        encode_s=record["encode_s"],
+    )
+    pieces = 1 if strategy.batching == "square-root" else max(1, record["batches"])
+    return replace(
+        stages,
+        copy_s=plain_s if strategy.capture == "blocking" else record["library_copy_s"],
+        write_s=how_long(stages, Mechanism(pieces=pieces)),
+        encode_s=0.0,
+        device_s=plain_s,  # without a device both are copies in memory
     )
 
 
 def predicted(record: Mapping[str, Any]) -> Steady:
     """What the closed form makes of a measurement's times."""
-    found = [
-        steady_state(work_of(record), how, record["every"])
-        for how in mechanisms_of(resolve(record["strategy"]))
-    ]
+    strategy = resolve(record["strategy"])
+    work = work_of(strategy, record)
+    found = [steady_state(work, how, record["every"]) for how in mechanisms_of(strategy)]
     return min(found, key=lambda steady: steady.stall_s)
 
 
@@ -222,8 +230,8 @@ class Beside:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over closed form; ``None`` where both are nearly nothing."""
-        return None if max(self.measured, self.form) <= self.floor else self.measured / self.form
+        """Measured over closed form; ``None`` where that is nearly nothing."""
+        return None if self.form <= self.floor else self.measured / self.form
 
     @property
     def holds(self) -> bool:

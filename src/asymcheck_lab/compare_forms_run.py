@@ -27,7 +27,7 @@ from asymcheck_lab.record import median
 
 _LAYERS = 8
 _PLAIN = 8
-_SETTLED = 5
+_SETTLED = 3
 """Checkpoints before the counted ones, beside those that may be in flight."""
 _LIMIT_S = 120.0
 _NEVER = 1 << 40

@@ -195,7 +195,7 @@ def test_a_rate_is_imposed_on_the_librarys_own_store_only() -> None:
     [
         ({"systems": ("torch-sav",)}, "found 'torch-sav'; did you mean 'torch-save'?"),
         ({"models": ("gtp2",)}, "found 'gtp2'; did you mean 'gpt2'?"),
-        ({"sizes": ("tyni",)}, "found 'tyni'; did you mean 'tiny'?"),
+        ({"sizes": ("tinny",)}, "found 'tinny'; did you mean 'tiny'?"),
         ({"models": ("vit",), "sizes": ("124m",)}, "found '124m'"),
         ({"stores": ("50",)}, "store: expected 'disk' or a rate such as '50MB/s', found '50'"),
         ({"stores": ("0MB/s",)}, "found '0MB/s'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ def record(**fields: Any) -> dict[str, Any]:
         "copy_s": 0.05,
         "raw_bytes": 32_000_000,
         "stored_bytes": 32_000_000,
-        "encode_s": 0.02,
+        "encode_s": 0.0,
+        "library_copy_s": 0.05,
+        "batches": 10,
         "stall_s": 0.55,
         "durable_s": 0.55,
         "period_s": 0.95,
@@ -55,8 +58,9 @@ def test_every_strategy_of_the_table_has_a_closed_form_and_two_cases() -> None:
     assert [spec.strategy for spec in found] == [name for name in strategies for _ in range(2)]
     for spec in found:
         assert mechanisms_of(strategies[spec.strategy])
-        assert spec.root.startswith("throttled+file:///")
-    assert {spec.every for spec in found} == {2, 10}
+        root = replace(spec, folder="/somewhere").root
+        assert root == "throttled+file:///somewhere?bytes_per_s=24000000.0"
+    assert {spec.every for spec in found} == {2, 16}
 
 
 def test_the_forms_get_the_times_of_the_measurement() -> None:
@@ -68,9 +72,14 @@ def test_the_forms_get_the_times_of_the_measurement() -> None:
     lazy = predicted(record(strategy="asymcheck"))
     assert lazy.boundary_s == lazy.fence_s == 0.0
     assert lazy.wait_s == pytest.approx(0.55 - 2 * 0.2)
-    # What is stored takes the store's time, and encoding only what the store does not hide.
+    # A batch of ten is encoded while the one before is written; the slower of the two decides.
     slow = predicted(record(stored_bytes=6_400_000, encode_s=0.3))
-    assert slow.stall_s == pytest.approx(0.05 + 0.1 + 0.2)
+    assert slow.stall_s == pytest.approx(0.05 + (0.1 + 0.3) / 10 + 0.9 * 0.3)
+    # Square-root batches are written when all is encoded.
+    last = predicted(
+        record(strategy="asymcheck-paper", every=10, stored_bytes=6_400_000, encode_s=0.3)
+    )
+    assert last.durable_s == pytest.approx(0.05 + 0.1 + 0.3)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +170,12 @@ def test_a_session_can_be_shown_again_and_tells_by_its_exit_whether_all_hold(
     console = Console(width=140, record=True)
     compare_forms.show(console, [record(stall_s=2.0)])
     assert "no: stall" in console.export_text()
+
+
+def test_a_stall_where_none_is_expected_has_no_ratio_and_does_not_hold() -> None:
+    (row,) = rows_of([record(strategy="asymcheck", every=10, stall_s=0.5)])
+    assert row[2] == "0.500 / 0.000"
+    assert row[-1].startswith("no: stall")
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
