@@ -96,7 +96,7 @@ class FormOptions:
 def cases(options: FormOptions) -> Iterator[FormSpec]:
     """Every measurement; without cores and folder."""
     for name in options.names:
-        yield FormSpec(strategy=name, every=2, checkpoints=5)
+        yield FormSpec(strategy=name, every=1, checkpoints=6)
         yield FormSpec(strategy=name, every=16, checkpoints=3)
 
 

@@ -60,7 +60,7 @@ def test_every_strategy_of_the_table_has_a_closed_form_and_two_cases() -> None:
         assert mechanisms_of(strategies[spec.strategy])
         root = replace(spec, folder="/somewhere").root
         assert root == "throttled+file:///somewhere?bytes_per_s=24000000.0"
-    assert {spec.every for spec in found} == {2, 16}
+    assert {spec.every for spec in found} == {1, 16}
 
 
 def test_the_forms_get_the_times_of_the_measurement() -> None:
