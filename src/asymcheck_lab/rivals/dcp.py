@@ -5,12 +5,21 @@ from __future__ import annotations
 import os
 import warnings
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
-from asymcheck_lab.rivals.base import Job, System, fsync, state_of, without_aliases
+from asymcheck_lab.rivals.base import (
+    Behind,
+    Job,
+    System,
+    fsync,
+    join_alone,
+    state_of,
+    without_aliases,
+)
 
 
 @dataclass
@@ -49,7 +58,7 @@ class Dcp(System):
 
 
 @dataclass
-class DcpAsync(Dcp):
+class DcpAsync(Dcp, Behind):
     """``async_save``: the state is staged, and written by a thread or a process.
 
     Attributes:
@@ -63,18 +72,14 @@ class DcpAsync(Dcp):
     stager: Literal["default", "behind"] = "default"
     _own_stager: Any = None
     _staged: Future[None] | None = None
-    _saves: list[Future[None]] = field(default_factory=list)
 
     def start(self) -> None:
         """See ``System``."""
         super().start()
         if self.kind == "process":
-            import torch.distributed as dist
-
             # The writing process joins a group of its own at this address.
             os.environ["MASTER_ADDR"] = "127.0.0.1"
-            meeting = self.job.folder.with_name("rendezvous").resolve().as_uri()
-            dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+            join_alone(self.job)
         if self.stager != "default":
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -103,11 +108,8 @@ class DcpAsync(Dcp):
             async_save,
         )
 
-        if self._saves:
-            self._saves[-1].result()  # one at a time, as DCP's documentation advises
+        self.wait_for_last()  # one at a time, as DCP's documentation advises
         path = self._path(step)
-        durable: Future[None] = Future()
-        self._saves.append(durable)
         answer = async_save(
             state_of(self.job),
             checkpoint_id=path,
@@ -118,33 +120,27 @@ class DcpAsync(Dcp):
         if isinstance(answer, AsyncSaveResponse):
             upload, self._staged = answer.upload_completion, answer.staging_completion
         assert isinstance(upload, Future)
-        upload.add_done_callback(lambda done: self._complete(step, path, done, durable))
-
-    def _complete(self, step: int, path: Path, written: Future[Any], durable: Future[None]) -> None:
-        """On DCP's thread, once it has written everything."""
-        try:
-            written.result()
-            _sync_names(path)
-            self.durable_s[step] = perf_counter()
-        except BaseException as failure:  # noqa: BLE001  the next call raises it
-            durable.set_exception(failure)
-        else:
-            durable.set_result(None)
+        self.watch(step, partial(_complete, upload, path))
 
     def drain(self) -> None:
         """See ``System``."""
         self.before_update()
-        for save in self._saves:
-            save.result()
+        super().drain()
 
     def close(self) -> None:
         """See ``System``."""
+        super().close()
         if self._own_stager is not None:
             self._own_stager.close()
         if self.kind == "process":
             import torch.distributed as dist
 
             dist.destroy_process_group()
+
+
+def _complete(upload: Future[Any], path: Path) -> None:
+    upload.result()
+    _sync_names(path)
 
 
 def _blank(value: Any) -> Any:  # noqa: ANN401  any state dict

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Asymcheck(System):
-    """The library, as its README shows it."""
+    """The library, as its README shows it; or another strategy of its table."""
 
     persist: Literal["process", "thread"] = "process"
+    strategy: str = "asymcheck"
     _checkpointer: Checkpointer | None = None
     _handles: list[Handle] = field(default_factory=list)
 
@@ -30,6 +31,7 @@ class Asymcheck(System):
             self.job.root or self.job.folder,
             state={"model": self.job.model, "optim": self.job.optimizer},
             every_steps=self.job.every,
+            strategy=self.strategy,
             persist=self.persist,
         )
         self._checkpointer.restore()

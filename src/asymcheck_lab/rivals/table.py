@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from asymcheck.planning.strategies import Strategy, strategies
 from asymcheck_lab.rivals.base import RNG, Rival, System
 from asymcheck_lab.rivals.dcp import Dcp, DcpAsync
+from asymcheck_lab.rivals.deepspeed import DeepSpeed
+from asymcheck_lab.rivals.lightning import Lightning
+from asymcheck_lab.rivals.lm_resiliency import LmResiliency
+from asymcheck_lab.rivals.orbax import Orbax
 from asymcheck_lab.rivals.ours import Asymcheck
+from asymcheck_lab.rivals.safetensors import SafeTensors
+from asymcheck_lab.rivals.torch_checkpointing import TorchCheckpointing
 from asymcheck_lab.rivals.torch_save import TorchSave
+from asymcheck_lab.rivals.torchsnapshot import TorchSnapshot
 
 _OURS = "the library writes past the page cache and gives every file and its name to fsync"
 _DCP = (
@@ -20,6 +28,31 @@ NONE = "none"
 OURS = "asymcheck"
 BASELINE = "torch-save"
 SYNC_RIVAL = "dcp"
+
+_LATE = (
+    f"{RNG}; buffers that a forward pass changes, such as those of batch normalization: they are "
+    "copied behind it, so those of a later step may be saved"
+)
+_LOSSLESS_RULES = ("raw", "measured", "smallest")
+_UNRANKED = {"gemini": "no network yet"}
+_SELF_SYNCED = "nothing; the adapter gives every file and folder to fsync"
+
+
+def _of_strategy(name: str, strategy: Strategy) -> Rival:
+    chosen = strategy.selection
+    is_exact = chosen.rule in _LOSSLESS_RULES and chosen.fidelity == "exact"
+    return Rival(
+        title=f'asymcheck, strategy="{name}"',
+        make=lambda job: Asymcheck(job, strategy=name),
+        library="asymcheck",
+        omits="" if is_exact else "exact values: between two key-frames its encoding is lossy",
+        syncs=_OURS,
+        kind="strategy",
+        is_async=strategy.persist == "behind",
+        is_exact=is_exact,
+        why_unranked=_UNRANKED.get(name, ""),
+    )
+
 
 RIVALS: Mapping[str, Rival] = MappingProxyType(
     {
@@ -77,18 +110,96 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
             title="DCP async_save, thread, asynchronous stager",
             make=lambda job: DcpAsync(job, kind="thread", stager="behind"),
             library="torch",
-            omits=RNG,
+            omits=_LATE,
             syncs=_DCP,
         ),
         "dcp-process-stager": Rival(
             title="DCP async_save, process, asynchronous stager in shared memory",
             make=lambda job: DcpAsync(job, kind="process", stager="behind"),
             library="torch",
-            omits=RNG,
+            omits=_LATE,
             syncs=_DCP,
         ),
+        "torch-checkpointing": Rival(
+            title="torch_checkpointing, asynchronous",
+            make=TorchCheckpointing,
+            library="torch_checkpointing",
+            omits=_LATE,
+            syncs=_SELF_SYNCED + ", in its finalize_callback",
+            adapted="without O_DIRECT, whose writes of any length ext4 and XFS refuse",
+        ),
+        "lm-resiliency": Rival(
+            title="lm-resiliency, GEMINI's capture, each one flushed",
+            make=LmResiliency,
+            library="lm-resiliency",
+            omits=RNG,
+            syncs="it gives each file and its folder to fsync",
+            adapted="one process, so no copy goes to a peer; flush_to_disk right after each "
+            "capture, where it would write a capture when the next is taken; installed apart, "
+            "because it makes itself part of every process that imports torchrun's rendezvous",
+            apart=True,
+        ),
+        "lightning": Rival(
+            title="Lightning AsyncCheckpointIO",
+            make=Lightning,
+            library="lightning",
+            omits=RNG,
+            syncs=_SELF_SYNCED + ", in the CheckpointIO that is wrapped",
+            adapted="the plugin alone, with no Trainer around it",
+        ),
+        "deepspeed": Rival(
+            title="DeepSpeed save_checkpoint, ZeRO stage 0",
+            make=DeepSpeed,
+            library="deepspeed",
+            omits=RNG,
+            syncs=_SELF_SYNCED,
+            adapted="the loop steps the optimizer itself, and the engine only saves: at stage 0 in "
+            "fp32 it holds the very same model and optimizer",
+            is_async=False,
+        ),
+        "safetensors": Rival(
+            title="safetensors save_file + fsync",
+            make=SafeTensors,
+            library="safetensors",
+            omits=f"{RNG}; options of the optimizer that JSON cannot say",
+            syncs=_SELF_SYNCED + ", and renames the folder",
+            adapted="numbers and options of the optimizer lie in a JSON file beside the tensors",
+            is_async=False,
+        ),
+        "orbax": Rival(
+            title="Orbax StandardCheckpointer, NumPy arrays",
+            make=Orbax,
+            library="orbax-checkpoint",
+            omits=f"{RNG}; options of the optimizer that JSON cannot say",
+            syncs="TensorStore gives its files to fsync; the adapter does it again for all, and "
+            "for the folders",
+            adapted="the state as NumPy arrays that share its memory; numbers and options of the "
+            "optimizer in the custom metadata",
+        ),
+        "torchsnapshot": Rival(
+            title="torchsnapshot async_take",
+            make=TorchSnapshot,
+            library="torchsnapshot",
+            omits=RNG,
+            syncs=_SELF_SYNCED,
+        ),
+        **{
+            name: _of_strategy(name, strategy)
+            for name, strategy in strategies.items()
+            if name != OURS
+        },
     }
 )
 """Every system by the name that ``--systems`` takes."""
 
-DEFAULT_SYSTEMS = tuple(name for name in RIVALS if name != "dcp-process-stager")
+DEFAULT_SYSTEMS: tuple[str, ...] = (
+    NONE,
+    OURS,
+    "asymcheck-thread",
+    BASELINE,
+    SYNC_RIVAL,
+    "dcp-thread",
+    "dcp-process",
+    "dcp-stager",
+)
+"""Those that the benchmark compares where nobody says which."""
