@@ -21,7 +21,8 @@ from asymcheck.planning.closed_forms import (
 from asymcheck_lab.errors import UsageError
 from asymcheck_lab.timeline import Timeline, average
 
-SAVES, SETTLED = 240, 120
+SETTLED = 120
+COUNTED = 120  # saves of slots by turns: a multiple of each number of slots
 
 works = st.builds(
     lambda window, update, **rest: Work(step_s=window + update, window_s=window, **rest),
@@ -51,7 +52,7 @@ intervals = st.integers(1, 12)
 
 
 def played(work: Work, how: Mechanism, k: int, order: str = "oldest") -> Steady:
-    return average(Timeline(work, how, k, order).run(SAVES)[SETTLED:])
+    return average(Timeline(work, how, k, order).run(SETTLED + COUNTED + 1)[SETTLED:])
 
 
 def is_settled(work: Work, how: Mechanism, k: int) -> bool:
@@ -96,7 +97,7 @@ def test_writers_that_share_the_store_change_neither_stall_nor_mean_latency(
     # In turn is by pieces here, so a checkpoint may end one turn earlier or later.
     turn_s = n * work.write_s / m
     assert seen.stall_s == pytest.approx(
-        found.stall_s, abs=1e-9 * found.period_s + 4 * turn_s / SETTLED
+        found.stall_s, abs=1e-9 * found.period_s + 4 * turn_s / COUNTED
     )
     assert seen.durable_s == pytest.approx(found.durable_s, rel=1e-6, abs=turn_s)
 
@@ -181,7 +182,13 @@ def test_a_ring_that_is_too_small_stalls_at_the_rate_of_the_store() -> None:
 
 def test_a_timeline_is_exact_with_fractions() -> None:
     third = Fraction(1, 3)
-    work = Work(step_s=third * 4, window_s=third * 3, copy_s=third * 5, write_s=third * 10)
+    work = Work(
+        step_s=third * 4,
+        window_s=third * 3,
+        copy_s=third * 5,
+        write_s=third * 10,
+        encode_s=third * 0,
+    )
     saves = Timeline(work, Mechanism(pieces=5), 2).run(4)
     # Copied 5 of 3, so 2 at the fence; written one piece after it: 11 of 8 + 2, so 1 for the slot.
     assert [s.fence_s for s in saves] == [third * 2] * 4

@@ -118,15 +118,15 @@ def steady_state(work: Work, how: Mechanism, interval_steps: int) -> Steady:
     wait_s = period_s - alone_s
     latency_s = own_s
     if wait_s > _ROUNDING * period_s:
-        latency_s = how.max_in_flight * period_s
-        if how.ring_pieces is not None:
-            piece_s, copied_s = _bottleneck_s(work) / how.pieces, work.copy_s / how.pieces
-            at_fence_s = period_s - work_s + work.window_s
-            full_s = at_fence_s + how.ring_pieces * piece_s - copied_s
-            if full_s < latency_s:  # the ring is full before the last slot is taken
-                return Steady(boundary_s, fence_s, wait_s, full_s, period_s)
         # A slot is waited for at the boundary, where the state already is what is saved.
-        latency_s += wait_s
+        latency_s = how.max_in_flight * period_s + wait_s
+        longest_s = _bottleneck_s(work)
+        if how.ring_pieces is not None and period_s <= longest_s * (1.0 + _ROUNDING):
+            # That stage never rests, so its pieces are evenly spaced; a full ring is waited for at
+            # the fence, before all slots are taken.
+            at_fence_s = period_s - work_s + work.window_s
+            full_s = at_fence_s + (how.ring_pieces * longest_s - work.copy_s) / how.pieces
+            latency_s = min(latency_s, full_s)
     return Steady(boundary_s, fence_s, wait_s, latency_s, period_s)
 
 
