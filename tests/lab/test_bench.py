@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typer.testing import CliRunner
 
 from asymcheck.testing.children import run_in_child
-from asymcheck_lab import bench, bench_child, bench_run, rivals
+from asymcheck_lab import bench, bench_child, bench_work, rivals
 from asymcheck_lab.bench import (
     BenchOptions,
     newest_session,
@@ -57,7 +57,7 @@ def _loaded() -> None:
     import torch.distributed.checkpoint.state_dict_loader
     import torch.distributed.checkpoint.state_dict_saver  # noqa: F401
 
-    FAMILIES["gpt2"].build(bench_run.size_of("tiny"))
+    FAMILIES["gpt2"].build(bench_work.size_of("tiny"))
 
 
 def spec_for(system: str, folder: Path, **changes: Any) -> RunSpec:
@@ -557,7 +557,7 @@ def test_the_systems_get_the_same_state_once(tmp_path: Path) -> None:
 def test_the_124m_model_is_gpt2_as_its_defaults_make_it() -> None:
     from transformers import GPT2Config
 
-    size, default = bench_run.size_of("124m"), GPT2Config()
+    size, default = bench_work.size_of("124m"), GPT2Config()
     assert size.config == {
         "vocab_size": default.vocab_size,
         "n_positions": default.n_positions,

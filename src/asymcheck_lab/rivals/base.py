@@ -28,12 +28,15 @@ class Job:
         optimizer: The live optimizer.
         folder: For the system alone; empty at first.
         every: A checkpoint is due at each multiple of this.
+        root: Path or URL for the library's own store, which may be held to a rate; empty for
+            ``folder``. A system that writes plain files has no use for it.
     """
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     folder: Path
     every: int
+    root: str = ""
 
 
 @dataclass

@@ -28,7 +28,7 @@ class Asymcheck(System):
         from asymcheck import Checkpointer
 
         self._checkpointer = Checkpointer(
-            self.job.folder,
+            self.job.root or self.job.folder,
             state={"model": self.job.model, "optim": self.job.optimizer},
             every_steps=self.job.every,
             strategy=self.strategy,
