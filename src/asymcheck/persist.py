@@ -159,7 +159,7 @@ def write_checkpoint(
     encoder = chooser.begin(capture, sink)
 
     def encode(extent: Extent) -> Encoded:
-        wait(extent.stop)
+        wait(encoder.reads_to(extent))
         if callable(image):
             return Encoded(image(extent), "raw")
         return encoder.encode(extent, image)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from asymcheck.errors import CorruptCheckpoint, NoCheckpoint, ObjectNotFound, OptionError
 from asymcheck.planning.retention import CheckpointId
-from asymcheck.storage.manifest import MAX_BASES, Base, Manifest, parse_manifest, unfit_as_base
+from asymcheck.planning.selection import MAX_BASES
+from asymcheck.storage.manifest import Base, Manifest, parse_manifest, unfit_as_base
 from asymcheck.storage.names import manifest_name, parse_name, step_folder
 from asymcheck.storage.store import Store, read_all
 

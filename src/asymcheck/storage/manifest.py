@@ -31,8 +31,6 @@ CHAINED = "excp"
 """The class of fidelity in which a delta may stand on another one of this class."""
 LOSSY = ("moments", "aggressive", CHAINED)
 """Classes of fidelity in which what is restored is not bit-equal; all else is ``EXACT``."""
-MAX_BASES = 100
-"""How many checkpoints a delta may stand on, its base and that one's base and so on."""
 _LOSSY = re.compile(rf"(?:{'|'.join(LOSSY)})\Z")
 
 

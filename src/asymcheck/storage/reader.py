@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from asymcheck.errors import CorruptCheckpoint, NoCheckpoint, ObjectNotFound
 from asymcheck.planning.layout import PAGE_BYTES, align_up
 from asymcheck.planning.retention import CheckpointId
+from asymcheck.planning.selection import MAX_BASES
 from asymcheck.storage.index import Chunk, Index, StoredObject, parse_index
-from asymcheck.storage.manifest import MAX_BASES, Manifest, parse_manifest, unfit_as_base
+from asymcheck.storage.manifest import Manifest, parse_manifest, unfit_as_base
 from asymcheck.storage.names import index_name, manifest_name, step_folder
 from asymcheck.storage.sealed import digest
 from asymcheck.storage.store import Readable, Store, read_all
