@@ -334,12 +334,15 @@ def test_of_excp_a_damaged_link_is_named_and_what_is_older_is_loaded() -> None:
         chunk = next(c for c in checkpoint.indexes[0].chunks if c.codec == "excp-residual")
     store.write(pack_name(at, 0, 1), [pack[: chunk.offset], b"\xff", pack[chunk.offset + 1 :]])
     reader = Checkpointer(training.root, state=training.state(), read_only=True)
-    with pytest.warns(CheckpointWarning, match=r"its base, step 4 \(attempt 1\), is damaged"):
+    with pytest.warns(CheckpointWarning):
         assert reader.restore() == 3
-    assert [step for step, _ in reader.report.skipped] == [6, 5, 4]
+    why = dict(reader.report.skipped)
+    assert list(why) == [6, 5, 4]
+    assert all("its base, step 4 (attempt 1), is damaged" in why[step] for step in (5, 6))
     store.delete(manifest_name(CheckpointId(1, 2)))
-    with pytest.warns(CheckpointWarning, match=r"its base, step 2 \(attempt 1\), is gone"):
+    with pytest.warns(CheckpointWarning):
         assert reader.restore() == 1
+    assert "its base, step 2 (attempt 1), is gone" in dict(reader.report.skipped)[3]
     training.compare(1, {})
 
 
