@@ -1,10 +1,11 @@
-"""From stored chunks back to the bytes of the image: checked, decoded, deltas on their base."""
+"""From stored chunks back to the bytes of the image: checked, decoded, deltas on their bases."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from asymcheck.codec.codec import Codec, Malformed
 from asymcheck.errors import (
@@ -41,7 +42,8 @@ class Decoding:
     """Reads the chunks of one open checkpoint.
 
     Reading is for one thread; what was loaded may be decoded in others. Scratch memory is
-    reused: at most 48 MiB for each chunk that is loaded at a time, twice that for a delta.
+    reused: for each chunk that is loaded at a time its stored bytes and those of all that it
+    stands on, at most 32 MiB each, and while it is decoded two times 16 MiB.
 
     Args:
         checkpoint: Open as long as this is used.
@@ -54,13 +56,15 @@ class Decoding:
     """
 
     def __init__(self, checkpoint: OpenCheckpoint, find: Find = known_codec) -> None:
-        self._checkpoint = checkpoint
         self._spare: list[bytearray] = []
         self._codecs: dict[str, Codec] = {}
-        self._check(checkpoint, find)
-        self._base = None if checkpoint.base is None else _Base(checkpoint, checkpoint.base)
-        if checkpoint.base is not None:
-            self._check(checkpoint.base, find)
+        self._checkpoints: list[OpenCheckpoint] = []
+        below: OpenCheckpoint | None = checkpoint
+        while below is not None:
+            self._check(below, find)
+            self._checkpoints.append(below)
+            below = below.base
+        self._bases = [_Base(delta, base) for delta, base in pairwise(self._checkpoints)]
 
     def _check(self, checkpoint: OpenCheckpoint, find: Find) -> None:
         for index in checkpoint.indexes:
@@ -88,25 +92,32 @@ class Decoding:
                 not have the bytes that it stands on.
             StoreError: The medium failed.
         """
-        room = self._take(chunk.stored_bytes)
-        self._checkpoint.read(index, chunk, room.view)
-        codec = self._codecs.get(chunk.codec)
-        base = None
-        if codec is not None and codec.needs_base:
-            assert self._base is not None, "checked when it was opened"
-            base = self._load_base(self._base, index, chunk)
-        return Loaded(self, index, chunk, codec, room, base)
+        links = [self._load(self._checkpoints[0], index, chunk)]
+        for base, checkpoint in zip(self._bases, self._checkpoints[1:], strict=True):
+            above = links[-1]
+            if above.codec is None or not above.codec.needs_base:
+                break
+            try:
+                below = self._load(checkpoint, *base.chunk_of(above.index, above.chunk))
+            except CorruptCheckpoint as failure:
+                if failure.where == above.where:
+                    raise
+                raise CorruptCheckpoint(
+                    _place(index, chunk), f"{base.spoken} is damaged: {failure}"
+                ) from failure
+            if below.codec is not None and not (below.codec.lossless or above.codec.chains):
+                raise CorruptCheckpoint(
+                    above.where,
+                    f"a difference with codec {above.chunk.codec!r} to what {base.spoken} stores "
+                    f"with codec {below.chunk.codec!r}, which is lossy",
+                )
+            links.append(below)
+        return Loaded(self, links)
 
-    def _load_base(self, base: _Base, index: Index, chunk: Chunk) -> Loaded:
-        under, below = base.chunk_of(index, chunk)
-        room = self._take(below.stored_bytes)
-        try:
-            base.checkpoint.read(under, below, room.view)
-        except CorruptCheckpoint as failure:
-            raise CorruptCheckpoint(
-                _place(index, chunk), f"{base.spoken} is damaged: {failure}"
-            ) from failure
-        return Loaded(self, under, below, self._codecs.get(below.codec), room, None)
+    def _load(self, checkpoint: OpenCheckpoint, index: Index, chunk: Chunk) -> _Link:
+        room = self._take(chunk.stored_bytes)
+        checkpoint.read(index, chunk, room.view)
+        return _Link(index, chunk, self._codecs.get(chunk.codec), room)
 
     def read(self, index: Index, chunk: Chunk, into: memoryview) -> None:
         """Fill ``into``, ``chunk.nbytes`` long, with the bytes of the image; blocks.
@@ -114,7 +125,7 @@ class Decoding:
         On an error its content is undefined. Raises like ``load`` and ``Loaded.decode``.
         """
         if chunk.codec == RAW:
-            self._checkpoint.read(index, chunk, into)
+            self._checkpoints[0].read(index, chunk, into)
             return
         loaded = self.load(index, chunk)
         loaded.decode(into)
@@ -148,28 +159,44 @@ class _Room:
     view: memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """The verified stored bytes of a chunk."""
+
+    index: Index
+    chunk: Chunk
+    codec: Codec | None
+    room: _Room
+
+    @property
+    def where(self) -> str:
+        return _place(self.index, self.chunk)
+
+    def decode(self, into: memoryview, base: memoryview | None) -> None:
+        if self.codec is None:
+            into[:] = self.room.view
+            return
+        try:
+            self.codec.decode(self.room.view, into, base)
+        except Malformed as failure:
+            raise CorruptCheckpoint(
+                self.where,
+                f"{self.chunk.stored_bytes} bytes cannot be decoded with "
+                f"{self.chunk.codec!r}: {failure}; hit: "
+                f"{spoken(keys_of(self.index, self.chunk))}",
+            ) from failure
+
+
 class Loaded:
     """The verified bytes of one chunk; get one from ``Decoding.load``.
 
     One thread at a time; several of these may be decoded at once.
     """
 
-    def __init__(
-        self,
-        decoding: Decoding,
-        index: Index,
-        chunk: Chunk,
-        codec: Codec | None,
-        room: _Room,
-        base: Loaded | None,
-    ) -> None:
+    def __init__(self, decoding: Decoding, links: Sequence[_Link]) -> None:
         self._decoding = decoding
-        self._index = index
-        self._chunk = chunk
-        self._codec = codec
-        self._stored = room
+        self._links = links  # the chunk, then what it stands on
         self._raw: _Room | None = None
-        self._base = base
 
     def decode(self, into: memoryview) -> None:
         """Fill ``into``, as long as the chunk is in the image, with its bytes.
@@ -178,36 +205,37 @@ class Loaded:
             CorruptCheckpoint: The codec cannot have written what is stored; ``into`` is
                 undefined then.
         """
-        if self._codec is None:
-            into[:] = self._stored.view
-            return
-        base = None if self._base is None else self._base.raw()
-        try:
-            self._codec.decode(self._stored.view, into, base)
-        except Malformed as failure:
-            raise CorruptCheckpoint(
-                _place(self._index, self._chunk),
-                f"{self._chunk.stored_bytes} bytes cannot be decoded with "
-                f"{self._chunk.codec!r}: {failure}; hit: "
-                f"{spoken(keys_of(self._index, self._chunk))}",
-            ) from failure
+        base: memoryview | None = None
+        rooms: list[_Room] = []
+        for link in self._links[:0:-1]:
+            if link.codec is None:
+                base = link.room.view
+                continue
+            rooms.append(self._decoding._take(link.chunk.nbytes))
+            link.decode(rooms[-1].view, base)
+            base = rooms[-1].view
+            if len(rooms) > 1:
+                self._decoding._give(rooms.pop(0))
+        self._links[0].decode(into, base)
+        for room in rooms:
+            self._decoding._give(room)
 
     def raw(self) -> memoryview:
         """The decoded bytes in scratch memory, good until ``release``. Raises like ``decode``."""
-        if self._codec is None:
-            return self._stored.view
+        chunk = self._links[0]
+        if chunk.codec is None:
+            return chunk.room.view
         if self._raw is None:
-            self._raw = self._decoding._take(self._chunk.nbytes)
+            self._raw = self._decoding._take(chunk.chunk.nbytes)
             self.decode(self._raw.view)
         return self._raw.view
 
     def release(self) -> None:
         """Give the scratch memory back; nothing else may be called after that."""
-        self._decoding._give(self._stored)
+        for link in self._links:
+            self._decoding._give(link.room)
         if self._raw is not None:
             self._decoding._give(self._raw)
-        if self._base is not None:
-            self._base.release()
 
 
 class _Base:

@@ -7,7 +7,8 @@ numbers choose for the next checkpoint. So the first one is raw, and nothing is 
 while a checkpoint waits.
 
 Differences are made to the latest key-frame, whose bytes the persister keeps: a star, never a
-chain. A key-frame is lossless and stands alone.
+chain. A key-frame is lossless and stands alone. Where the selection chains, they are made to the
+checkpoint before instead, as a decoder will have it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from time import thread_time
 from typing import TYPE_CHECKING, NamedTuple
 
 from asymcheck.capture import Capture
+from asymcheck.chunking import Group, Place, Reference, places_of
 from asymcheck.errors import CaptureError, DroppedCheckpoint
 from asymcheck.events import Sink, Stage, discard, timed
 from asymcheck.memory.host import usable_cores
@@ -29,12 +29,13 @@ from asymcheck.planning.batching import FixedBytes, Policy, Ready, square_root
 from asymcheck.planning.cost import RAW, Kind, Linear, LinearFit, Option, choose, paper_compresses
 from asymcheck.planning.layout import PAGE_BYTES, Extent, MiB, align_up
 from asymcheck.planning.retention import CheckpointId
-from asymcheck.planning.selection import TOP_K, Batching, Selection
+from asymcheck.planning.selection import TOP_K, ZSTD, Batching, Selection
 from asymcheck.storage.flush import Batch, Encoded, Flushed
-from asymcheck.storage.index import Leaf, Loss
+from asymcheck.storage.index import Loss
 
 if TYPE_CHECKING:
     from asymcheck.codec.codec import Codec
+    from asymcheck.joint import Joint
 
 _log = logging.getLogger(__name__)
 
@@ -46,16 +47,6 @@ _HASH_BYTES_PER_S = 1e10
 _BATCH_BYTES = 64 * MiB
 _ONLY_BYTES_MATTER = Linear(0.0, 1.0)
 _PAPER_DENSITY = 0.01
-
-
-class Group(NamedTuple):
-    """Leaves that encode alike."""
-
-    kind: str
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.kind or 'other'} {self.dtype}".strip()
 
 
 class GroupReport(NamedTuple):
@@ -76,62 +67,12 @@ class GroupReport(NamedTuple):
     cpu_s: float
 
 
-class _Place(NamedTuple):
-    """Which part of which leaf a chunk is; no key where it is parts of several."""
-
-    group: Group = Group("", "")
-    key: str = ""
-    offset: int = 0
-    form: tuple[object, ...] = ()
-
-    @classmethod
-    def of(cls, leaf: Leaf, kind: str, chunk: Extent) -> _Place:
-        """A chunk of that leaf."""
-        dtype = "" if ":" in leaf.dtype else leaf.dtype
-        form = (leaf.dtype, leaf.shape, leaf.order)
-        return cls(Group(kind, dtype), leaf.key, chunk.start - leaf.at, form)
-
-
-@dataclass
-class _KeyFrame:
-    """The latest key-frame.
-
-    Attributes:
-        at: The checkpoint, once it is committed.
-        pieces: Form of the leaf and bytes of each chunk, by leaf and offset in it.
-    """
-
-    at: CheckpointId | None = None
-    pieces: dict[tuple[str, int], tuple[tuple[object, ...], bytearray]] = field(
-        default_factory=dict
-    )
-
-    def begin(self, places: Iterable[_Place]) -> None:
-        """Another one is made: forget what is not part of it."""
-        self.at = None
-        wanted = {(place.key, place.offset) for place in places}
-        self.pieces = {name: piece for name, piece in self.pieces.items() if name in wanted}
-
-    def find(self, place: _Place, nbytes: int) -> memoryview | None:
-        """The same bytes of the same leaf, where the leaf is still of that form."""
-        form, piece = self.pieces.get((place.key, place.offset), ((), bytearray()))
-        fits = self.at is not None and form == place.form and len(piece) == nbytes
-        return memoryview(piece) if fits else None
-
-    def keep(self, place: _Place, raw: memoryview) -> None:
-        """Take a copy, into the memory of the key-frame before where it fits."""
-        _, piece = self.pieces.get((place.key, place.offset), ((), bytearray()))
-        if len(piece) != len(raw):
-            piece = bytearray(len(raw))
-        piece[:] = raw
-        self.pieces[place.key, place.offset] = (place.form, piece)
-
-
 class Chooser:
     """Chooses codecs from checkpoint to checkpoint. Used by one thread, the persister's.
 
     With ``selection.needs_base`` it keeps a copy of the latest key-frame: as much memory as
-    the optimizer state and the parameters have.
+    the optimizer state and the parameters have. With ``selection.chains`` it keeps what a
+    decoder has of the latest checkpoint: as much as the parameters.
 
     Args:
         selection: What is allowed.
@@ -143,7 +84,7 @@ class Chooser:
         self._batching = batching
         self._options: dict[Group, dict[str, Option]] = {}
         self._measured: dict[tuple[Group, str], int] = {}
-        self._key_frame = _KeyFrame()
+        self._reference = Reference()
         self._since_key = 0
         self._count = 0
         self._flushes = LinearFit()
@@ -155,8 +96,8 @@ class Chooser:
         encodes, on the thread that does.
         """
         selection = self._selection
-        places = _places(capture)
-        latest = self._key_frame.at
+        places = places_of(capture)
+        latest = self._reference.at
         # Each attempt begins with one: what it stands on is on its own branch.
         key_frame = latest is None or latest.attempt != capture.at.attempt
         key_frame |= self._since_key + 1 >= selection.key_every
@@ -169,16 +110,38 @@ class Chooser:
         self._boundary_s = capture.boundary_s
         labels = self._choose(sizes, key_frame, interval_s)
         if key_frame:
-            self._key_frame.begin(places.values() if selection.needs_base else ())
-        keeps = key_frame and selection.needs_base
+            self._reference.at = None
+        joints = self._joints(capture, places)
+        kept = [place for joint in joints for place in joint.weights]
+        if not selection.chains:
+            kept = list(places.values()) if key_frame and selection.needs_base else []
+        if key_frame or selection.chains:
+            self._reference.begin(kept)
         return Encoder(
-            capture.at, places, labels, self._key_frame, key_frame, keeps=keeps, sink=sink
+            capture.at,
+            places,
+            labels,
+            self._reference,
+            {key: joint for joint in joints if joint.has_reference for key in joint.keys},
+            makes_key_frame=key_frame,
+            kept=frozenset(place.key for place in kept if place.key),
+            sink=sink,
         )
+
+    def _joints(self, capture: Capture, places: Mapping[Extent, Place]) -> list[Joint]:
+        """Leaves that are encoded together."""
+        if not self._selection.chains:
+            return []
+        from asymcheck.joint import joints_of
+
+        return joints_of(capture, places, self._reference)
 
     def _choose(
         self, sizes: Mapping[Group, int], key_frame: bool, interval_s: float
     ) -> dict[Group, str]:
         selection, store = self._selection, self._flushes.line()
+        if selection.chains:
+            return dict.fromkeys(sizes, ZSTD)
         budget_s = math.inf if math.isnan(interval_s) else selection.cpu_share * interval_s
         if store is None or selection.rule == RAW or selection.cpu_share == 0.0:
             return {}
@@ -208,8 +171,8 @@ class Chooser:
 
     @property
     def base(self) -> CheckpointId | None:
-        """The committed key-frame that later checkpoints may be made against."""
-        return self._key_frame.at if self._selection.needs_base else None
+        """The committed checkpoint that later ones may be made against."""
+        return self._reference.at if self._selection.needs_base else None
 
     def policy(self, encoder: Encoder) -> Policy:
         """How its chunks are merged into writes."""
@@ -239,16 +202,17 @@ class Chooser:
 
     @property
     def fidelity(self) -> str:
-        """What losses are within: the paper's rule keeps what changed most, of every kind."""
-        return "aggressive" if self._selection.rule == "paper" else self._selection.fidelity
+        """What losses are within."""
+        return self._selection.loss_class
 
     def fail(self, failure: BaseException) -> None:
         """The checkpoint was not committed. Unless training itself spoilt it, the next one is a
         key-frame: what is wrong may be the base. Where encoding failed, the next one is raw.
+        In a chain it always is a key-frame, for the reference holds parts of what has failed.
         """
-        if isinstance(failure, DroppedCheckpoint):
+        if isinstance(failure, DroppedCheckpoint) and not self._selection.chains:
             return
-        self._key_frame.at = None
+        self._reference.at = None
         if isinstance(failure, CaptureError):
             self._options.clear()
 
@@ -265,15 +229,14 @@ class Chooser:
         """
         stored = sum(p.nbytes for p in flushed.packs)
         self._flushes = self._flushes.add(stored, flushed.write_s)
-        if encoder.makes_key_frame:
-            self._key_frame.at, self._since_key = capture.at, 0
-        else:
-            self._since_key += 1
+        if encoder.makes_key_frame or self._selection.chains:
+            self._reference.at = capture.at
+        self._since_key = 0 if encoder.makes_key_frame else self._since_key + 1
         self._count += 1
         self._measure(encoder, image)
 
     def _measure(self, encoder: Encoder, image: memoryview) -> None:
-        chunks: dict[Group, list[tuple[Extent, _Place]]] = {}
+        chunks: dict[Group, list[tuple[Extent, Place]]] = {}
         for extent, place in encoder.places.items():
             chunks.setdefault(place.group, []).append((extent, place))
         for group, found in chunks.items():
@@ -303,7 +266,7 @@ class Chooser:
         self,
         codec: Codec,
         group: Group,
-        chunks: list[tuple[Extent, _Place]],
+        chunks: list[tuple[Extent, Place]],
         image: memoryview,
     ) -> Option | None:
         """The codec on a few slices of the group."""
@@ -313,7 +276,7 @@ class Chooser:
         for extent, place in chunks[every // 2 :: every][:_SLICES]:
             start = (extent.nbytes // 2) // PAGE_BYTES * PAGE_BYTES
             start = start if extent.nbytes > _SLICE_BYTES else 0
-            base = self._key_frame.find(place, extent.nbytes)
+            base = self._reference.find(place, extent.nbytes)
             if codec.needs_base and base is None:
                 continue
             piece = image[extent.start + start : extent.stop][:_SLICE_BYTES]
@@ -336,32 +299,35 @@ class Encoder:
         at: The checkpoint.
         places: What each chunk is.
         labels: Codec of each group; raw for the rest.
-        key_frame: Whose bytes differences are made to.
+        reference: Whose bytes differences are made to.
+        joints: What is encoded together, by the key of each of its leaves.
         makes_key_frame: Whether this checkpoint becomes the next key-frame.
-        keeps: Whether its bytes are kept then.
+        kept: Keys of leaves whose bytes are kept, for the next differences.
         sink: Receives a span for each chunk that is not stored raw.
     """
 
     def __init__(
         self,
         at: CheckpointId,
-        places: Mapping[Extent, _Place],
+        places: Mapping[Extent, Place],
         labels: Mapping[Group, str],
-        key_frame: _KeyFrame,
-        makes_key_frame: bool,
+        reference: Reference,
+        joints: Mapping[str, Joint],
         *,
-        keeps: bool,
+        makes_key_frame: bool,
+        kept: frozenset[str],
         sink: Sink = discard,
     ) -> None:
         self._at = at
         self._sink = sink
-        self._keeps = keeps
+        self._kept = kept
         self.places = places
         self.labels = labels
         self.makes_key_frame = makes_key_frame
-        self._key_frame = key_frame
+        self._reference = reference
+        self._joints = joints
         self._lock = threading.Lock()
-        self._reports: dict[Group, GroupReport] = {}
+        self._reports: dict[tuple[Group, str], GroupReport] = {}
         self._losses: dict[tuple[Group, str], Loss] = {}
         self.base: CheckpointId | None = None
 
@@ -381,8 +347,13 @@ class Encoder:
         found = sorted(self._reports.values(), key=lambda report: -report.raw_bytes)
         return tuple(r._replace(group=r.group[:_NAME_CHARS]) for r in found[:_MOST_REPORTS])
 
+    def reads_to(self, extent: Extent) -> int:
+        """How far the image must be complete before a chunk of it can be encoded."""
+        joint = self._joints.get(self.places[extent].key)
+        return extent.stop if joint is None else joint.reads_to
+
     def encode(self, extent: Extent, image: memoryview) -> Encoded:
-        """One chunk; its bytes in the image are complete.
+        """One chunk; the image is complete as far as ``reads_to`` says.
 
         The result borrows from the image where the chunk stays raw.
 
@@ -391,12 +362,13 @@ class Encoder:
         """
         place = self.places[extent]
         raw = image[extent.start : extent.stop]
-        label = self.labels.get(place.group, RAW)
+        joint = self._joints.get(place.key)
+        label = self.labels.get(place.group, RAW) if joint is None else joint.label_of(place.key)
         start_s = thread_time()
         try:
-            if self._keeps and place.key:
-                self._key_frame.keep(place, raw)
-            encoded = self._encode(extent, place, raw, label)
+            encoded = self._encode(extent, place, image, label)
+            if place.key in self._kept and (joint is None or encoded is None):
+                self._reference.keep(place, raw)
         except Exception as failure:
             raise CaptureError(
                 f"step {self._at.step} (attempt {self._at.attempt}): encoding {raw.nbytes} bytes "
@@ -408,25 +380,34 @@ class Encoder:
             encoded = Encoded(raw, RAW, padded)
         nbytes, cpu_s = memoryview(encoded.data).nbytes, thread_time() - start_s
         with self._lock:
-            before = self._reports.get(place.group)
+            before = self._reports.get((place.group, label))
             _, _, raw_bytes, stored, spent_s = before or GroupReport("", "", 0, 0, 0.0)
-            self._reports[place.group] = GroupReport(
+            self._reports[place.group, label] = GroupReport(
                 str(place.group), label, raw_bytes + raw.nbytes, stored + nbytes, spent_s + cpu_s
             )
         return encoded
 
-    def _encode(self, extent: Extent, place: _Place, raw: memoryview, label: str) -> Encoded | None:
+    def _encode(
+        self, extent: Extent, place: Place, image: memoryview, label: str
+    ) -> Encoded | None:
         if label == RAW:
             return None
-        codec = _codec(label)
-        base = self._key_frame.find(place, extent.nbytes) if codec.needs_base else None
+        raw, joint, codec = (
+            image[extent.start : extent.stop],
+            self._joints.get(place.key),
+            _codec(label),
+        )
         with timed(self._sink, Stage.ENCODE, self._at.step, raw.nbytes):
-            encoding = codec.encode(raw, place.group.dtype, base)
+            if joint is not None:
+                encoding = joint.encode(extent, place, image)
+            else:
+                base = self._reference.find(place, extent.nbytes) if codec.needs_base else None
+                encoding = codec.encode(raw, place.group.dtype, base)
         if encoding is None:
             return None
         with self._lock:
             if codec.needs_base:
-                self.base = self._key_frame.at
+                self.base = self._reference.at
             if not codec.lossless:
                 was = self._losses.get((place.group, codec.name))
                 self._losses[place.group, codec.name] = _loss(
@@ -460,17 +441,3 @@ def _paper_says(kind: Kind, store: Linear) -> bool:
         return False
     encode = Linear(0.0, 1.0 / kind.options[0].encode_bytes_per_s)
     return paper_compresses(kind.nbytes, _PAPER_DENSITY, encode, store)
-
-
-def _places(capture: Capture) -> dict[Extent, _Place]:
-    """What each chunk is: a part of one leaf, or several leaves."""
-    kinds = capture.kinds or ("",) * len(capture.leaves)
-    leaves = [(x, kind) for x, kind in zip(capture.leaves, kinds, strict=True) if x.nbytes]
-    starts = [leaf.at for leaf, _ in leaves]
-    places = {}
-    for chunk in capture.chunks:
-        i = bisect_right(starts, chunk.start) - 1
-        places[chunk] = _Place()
-        if i >= 0 and chunk.stop <= leaves[i][0].stop:
-            places[chunk] = _Place.of(*leaves[i], chunk)
-    return places

@@ -83,8 +83,8 @@ def persist(
         )
     image, canaries = slot.image, CanaryWatch(capture, slot.canaries)
 
-    def wait(extent: Extent) -> None:
-        _await(slot, capture, trainer_is_alive, extent.stop)
+    def wait(extent: Extent, upto: int) -> None:
+        _await(slot, capture, trainer_is_alive, upto)
         canaries.compare(extent, image)  # here: the memory may be given back before the end
 
     def check() -> None:
@@ -133,7 +133,7 @@ def write_checkpoint(
     repository: Repository,
     capture: Capture,
     image: memoryview | Callable[[Extent], memoryview],
-    wait: Callable[[Extent], None],
+    wait: Callable[[Extent, int], None],
     check: Callable[[], None],
     retention: Retention,
     sink: Sink,
@@ -150,7 +150,7 @@ def write_checkpoint(
         capture: What it is.
         image: Its bytes, up to a whole page; or gives those of a chunk, where there is no
             memory for all of them.
-        wait: Returns when that chunk of the image, and all before it, are complete.
+        wait: Returns when the image is complete up to there, before that chunk is encoded.
         check: Called once everything is flushed; raises when it must not be committed.
         retention: Applied after the commit.
         sink: Receives spans.
@@ -169,7 +169,7 @@ def write_checkpoint(
     encoder = chooser.begin(capture, sink)
 
     def encode(extent: Extent) -> Encoded:
-        wait(extent)
+        wait(extent, encoder.reads_to(extent))
         if callable(image):
             return Encoded(image(extent), "raw")
         return encoder.encode(extent, image)

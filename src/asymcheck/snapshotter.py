@@ -241,7 +241,7 @@ class Snapshotter:
                     self._repository,
                     described,
                     lambda extent: gather(placed, extent),
-                    lambda upto: None,
+                    lambda extent, upto: None,
                     lambda: None,
                     self._retention,
                     self._sink,

@@ -154,8 +154,10 @@ def write_figures(
 
 
 def _is_for(codec: Codec, kind: str) -> bool:
-    """Quantized are moments, each by its own law."""
+    """Quantized are moments, each by its own law. ExCP's codecs need all three kinds at once."""
     law = {"exp_avg": "signed", "exp_avg_sq": "log"}.get(kind, "none")
+    if codec.chains:
+        return False
     return codec.lossless or codec.needs_base or codec.label.endswith(law)
 
 

@@ -74,6 +74,16 @@ class TestTopK(CodecSuite):
         return by_label("topk")
 
 
+class TestExcpResidual(CodecSuite):
+    def new_codec(self) -> Codec:
+        return by_label("excp-residual")
+
+
+class TestExcpMoment(CodecSuite):
+    def new_codec(self) -> Codec:
+        return by_label("excp-moment")
+
+
 def test_every_label_has_its_suite() -> None:
     suites = [suite for suite in CodecSuite.__subclasses__() if suite.__module__ == __name__]
     assert sorted(suite().new_codec().label for suite in suites) == sorted(labels())

@@ -27,9 +27,9 @@ from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.selection import FIDELITIES, Fidelity
 from asymcheck.storage.local import LocalStore
 from asymcheck.storage.memory import MemoryStore
-from asymcheck.storage.names import manifest_name
+from asymcheck.storage.names import manifest_name, pack_name
 from asymcheck.storage.repository import Repository, open_repository
-from asymcheck.storage.store import Store, open_store
+from asymcheck.storage.store import Store, open_store, read_all
 
 STEPS = 25
 SIDE = 136  # a square of it is more than 64 KiB
@@ -39,7 +39,9 @@ ALL_THE_TIME = 1e9
 
 
 def strategy_of(name: str, fidelity: Fidelity, **more: Any) -> Strategy:
-    strategy = strategies[name].with_fidelity(fidelity)
+    strategy = strategies[name]
+    if strategy.selection.rule in ("measured", "smallest"):
+        strategy = strategy.with_fidelity(fidelity)
     more = {"key_every": 4, "cpu_share": ALL_THE_TIME, "workers": 1, **more}
     return replace(strategy, selection=replace(strategy.selection, **more))
 
@@ -138,8 +140,16 @@ def bases(training: Training) -> dict[int, int]:
 # --- every strategy ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("fidelity", FIDELITIES)
-@pytest.mark.parametrize("name", strategies)
+@pytest.mark.parametrize(
+    ("name", "fidelity"),
+    [
+        (name, fidelity)
+        for name, strategy in strategies.items()
+        for fidelity in (
+            FIDELITIES if strategy.selection.rule in ("measured", "smallest") else ("exact",)
+        )
+    ],
+)
 def test_each_checkpoint_of_a_chain_can_be_restored(name: str, fidelity: Fidelity) -> None:
     training = Training(MemoryStore(), strategy_of(name, fidelity))
     training.train(range(1, STEPS + 1))
@@ -153,7 +163,9 @@ def test_each_checkpoint_of_a_chain_can_be_restored(name: str, fidelity: Fidelit
         assert len(bases(training)) > STEPS / 2
         assert fidelities == {"exact", fidelity}
         assert training.reports[STEPS].stored_bytes < training.reports[1].stored_bytes
-    if fidelity == "exact" and name != "asymcheck-paper":
+    if name == "excp":
+        assert fidelities == {"exact", "excp"}
+    elif fidelity == "exact" and name != "asymcheck-paper":
         assert fidelities == {"exact"}
 
 
@@ -163,6 +175,7 @@ def test_each_checkpoint_of_a_chain_can_be_restored(name: str, fidelity: Fidelit
         ("asymcheck", "exact"),
         ("asymcheck-paper", "exact"),
         *(("asymcheck-so", fidelity) for fidelity in FIDELITIES),
+        ("excp", "exact"),
     ],
 )
 def test_so_it_can_through_a_process_and_a_disk(
@@ -266,6 +279,73 @@ def test_a_base_that_is_gone_is_named_the_one_before_is_loaded_and_the_next_is_a
     with pytest.warns(CheckpointWarning, match=r"step 6 \(attempt 1\), is gone"):
         assert reader.restore() == 5
     training.compare(5, {})
+
+
+# --- chains of ExCP -----------------------------------------------------------
+
+
+def test_of_excp_each_checkpoint_stands_on_the_one_before_up_to_a_key_frame() -> None:
+    training = Training(MemoryStore(), strategy_of("excp", "exact"))
+    training.train(range(1, 11))
+    assert bases(training) == {s: s - 1 for s in range(2, 11) if s not in (5, 9)}
+    assert training.check() == list(range(1, 11))
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_of_excp_all_that_a_kept_checkpoint_stands_on_stays(keep_last: int) -> None:
+    training = Training(MemoryStore(), strategy_of("excp", "exact"), keep_last=keep_last)
+
+    def look(step: int) -> None:
+        left = {at.step for at in training.repository.survey().committed}
+        oldest = max(1, step - keep_last + 1)
+        assert left == set(range((oldest - 1) // 4 * 4 + 1, step + 1))
+
+    training.train(range(1, 12), look)
+    assert training.check() == list(range(9, 12))
+
+
+def test_of_excp_a_killed_persister_a_restart_and_a_rewind_go_on_with_a_key_frame(
+    tmp_path: Path,
+) -> None:
+    training = Training(str(tmp_path / "root"), strategy_of("excp", "exact", key_every=99))
+
+    def kill(step: int) -> None:
+        if step == 3:
+            persister: Any = training.checkpointer._snapshotter._persister  # type: ignore[union-attr]
+            os.kill(persister.pid, signal.SIGKILL)
+
+    training.train(range(1, 6), kill)
+    assert [training.reports[step].base for step in range(1, 6)] == [0, 1, 2, 0, 4]
+    training.checkpointer.close()
+    assert training.open() == 5
+    training.train(range(6, 9))
+    assert [training.reports[step].base for step in range(6, 9)] == [0, 6, 7]
+    assert training.checkpointer.restore(7) == 7
+    training.train(range(8, 10))
+    assert [training.reports[step].base for step in range(8, 10)] == [0, 8]
+    assert training.check() == list(range(1, 10))
+
+
+def test_of_excp_a_damaged_link_is_named_and_what_is_older_is_loaded() -> None:
+    training = Training(MemoryStore(), strategy_of("excp", "exact", key_every=99))
+    training.train(range(1, 7))
+    training.checkpointer.close()
+    store, at = training.repository.store, CheckpointId(1, 4)
+    pack = read_all(store, pack_name(at, 0, 1))
+    with training.repository.open(at) as checkpoint:
+        chunk = next(c for c in checkpoint.indexes[0].chunks if c.codec == "excp-residual")
+    store.write(pack_name(at, 0, 1), [pack[: chunk.offset], b"\xff", pack[chunk.offset + 1 :]])
+    reader = Checkpointer(training.root, state=training.state(), read_only=True)
+    with pytest.warns(CheckpointWarning):
+        assert reader.restore() == 3
+    why = dict(reader.report.skipped)
+    assert list(why) == [6, 5, 4]
+    assert all("its base, step 4 (attempt 1), is damaged" in why[step] for step in (5, 6))
+    store.delete(manifest_name(CheckpointId(1, 2)))
+    with pytest.warns(CheckpointWarning):
+        assert reader.restore() == 1
+    assert "its base, step 2 (attempt 1), is gone" in dict(reader.report.skipped)[3]
+    training.compare(1, {})
 
 
 # --- failures -----------------------------------------------------------------

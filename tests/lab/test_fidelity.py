@@ -28,13 +28,15 @@ SMALL = Size(
 def test_each_class_is_resumed_from_a_checkpoint_of_its_own():
     options = FidelityOptions(seeds=1, resume_at=4, steps=3, every=1, size=SMALL)
     rows = {row["curve"]: row for row in measure(options, lambda line: None)}
-    assert list(rows) == ["exact", "exact, other noise", "moments", "aggressive"]
+    assert list(rows) == ["exact", "exact, other noise", "moments", "aggressive", "excp"]
     assert {row["curve"]: row["fidelity"] for row in rows.values()} == {
         "exact": "exact",
         "exact, other noise": "exact",
         "moments": "moments",
         "aggressive": "aggressive",
+        "excp": "excp",
     }
+    assert rows["excp"]["labels"]["parameter float32"] == "excp-residual"
     assert rows["moments"]["labels"]["state/exp_avg float32"] == "q8-signed"
     assert rows["aggressive"]["labels"]["parameter float32"] == "topk"
     assert rows["aggressive"]["stored_bytes"] < rows["moments"]["stored_bytes"]
@@ -67,6 +69,7 @@ def rows():
         "exact": [0.0] * 60,
         "moments": [0.0] * 60,
         "aggressive": [1.0] * 10 + [0.25] * 50,
+        "excp": [0.5] * 60,
         "exact, other noise": [-0.5, 0.5] * 30,
     }
     session = {"session": "2026-01-02", "commit": "abc", "command": "asymlab fidelity"}

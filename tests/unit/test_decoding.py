@@ -499,7 +499,7 @@ def test_another_checkpoint_in_the_place_of_the_base_will_not_do(
 
 def test_a_delta_is_no_base(repository: Repository, store: MemoryStore) -> None:
     star(repository, TWO)
-    with pytest.raises(OptionError, match="base: expected a checkpoint without base"):
+    with pytest.raises(OptionError, match="base: expected an exact checkpoint without base"):
         commit(repository, THREE, values(3), table.by_label(DELTA), base=TWO)
     assert not repository.survey().damaged
     chained = write(repository, THREE, values(3), table.by_label(DELTA), base=TWO)

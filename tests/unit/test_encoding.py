@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asymcheck import encoding, messages
+from asymcheck import messages
 from asymcheck.capture import Capture
+from asymcheck.chunking import Group, Reference
 from asymcheck.codec import table
 from asymcheck.codec.lossless import Lossless
 from asymcheck.decoding import Decoding
-from asymcheck.encoding import Chooser, Encoder, Group
+from asymcheck.encoding import Chooser, Encoder
 from asymcheck.errors import CaptureError, DroppedCheckpoint, NoCheckpoint, OptionError, StoreError
 from asymcheck.events import Sink, discard
 from asymcheck.memory import host
@@ -370,12 +371,12 @@ def test_a_leaf_that_a_key_frame_lacks_has_no_base_in_the_one_before_it() -> Non
 def test_no_more_than_one_key_frame_is_kept_in_memory() -> None:
     bench = Bench(replace(DELTA, key_every=1), options=ANY_DELTA)
     bench.save(1, state(1))
-    pieces = dict(bench.chooser._key_frame.pieces)
+    pieces = dict(bench.chooser._reference.pieces)
     bench.save(2, state(2))
-    again = bench.chooser._key_frame.pieces
+    again = bench.chooser._reference.pieces
     assert all(again[name][1] is piece for name, (_, piece) in pieces.items())
     bench.save(3, {"w": state(3)["w"]})
-    kept = [piece for _, piece in bench.chooser._key_frame.pieces.values()]
+    kept = [piece for _, piece in bench.chooser._reference.pieces.values()]
     assert [len(piece) for piece in kept] == [SIZE * 4]
 
 
@@ -384,7 +385,7 @@ def test_without_differences_no_key_frame_is_kept_in_memory(selection: Selection
     bench = Bench(selection)
     for step in (1, 2):
         bench.save(step, state(step))
-    assert bench.chooser._key_frame.pieces == {}
+    assert bench.chooser._reference.pieces == {}
     assert bench.chooser.base is None
 
 
@@ -662,7 +663,7 @@ def test_what_cannot_be_kept_for_want_of_memory_fails_that_checkpoint_alone(
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(encoding._KeyFrame, "keep", full)
+        patched.setattr(Reference, "keep", full)
         with pytest.raises(CaptureError, match=r"step 1 .*MemoryError"):
             bench.save(1, state(1))
     for step in (2, 3, 4):

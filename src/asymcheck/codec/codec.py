@@ -41,7 +41,8 @@ class Codec(Protocol):
         name: What the chunk row of an index says. It decides how bytes are decoded.
         label: What a selection or an explanation says. Several labels may share a name.
         lossless: Whether decoding gives the raw bytes back bit for bit.
-        needs_base: Whether both directions need the chunk of the key-frame.
+        needs_base: Whether both directions need the same chunk of the base.
+        chains: Whether that chunk may be lossy, and stand on a base itself.
     """
 
     @property
@@ -52,6 +53,8 @@ class Codec(Protocol):
     def lossless(self) -> bool: ...  # noqa: D102
     @property
     def needs_base(self) -> bool: ...  # noqa: D102
+    @property
+    def chains(self) -> bool: ...  # noqa: D102
 
     def encode(self, raw: memoryview, dtype: str, base: memoryview | None) -> Encoding | None:
         """The stored form of ``raw``. Keeps one core busy, most of the time without the GIL.
@@ -59,7 +62,7 @@ class Codec(Protocol):
         Args:
             raw: At least one byte.
             dtype: Torch's name of the element type (``"float32"``), ``MIXED`` for several.
-            base: The same chunk of the key-frame, as a decoder will have it. Ignored where
+            base: The same chunk of the base, as a decoder will have it. Ignored where
                 ``needs_base`` is false.
 
         Returns:
@@ -89,6 +92,7 @@ class Raw:
     label: str = "raw"
     lossless: bool = True
     needs_base: bool = False
+    chains: bool = False
 
     def encode(self, raw: memoryview, dtype: str, base: memoryview | None) -> Encoding:
         """See ``Codec``. The data is ``raw`` itself."""
@@ -122,6 +126,6 @@ def base_of(base: memoryview | None, into: memoryview, codec: str) -> memoryview
         found = "none" if base is None else f"{len(base)} bytes"
         raise Malformed(
             f"{codec}: expected a base of {len(into)} bytes, found {found}: give the chunk of the "
-            "key-frame that the manifest names"
+            "checkpoint that the manifest names"
         )
     return base

@@ -204,6 +204,7 @@ class Lossless:
     name: str = "blosc2"
     lossless: bool = True
     needs_base: bool = False
+    chains: bool = False
 
     def encode(self, raw: memoryview, dtype: str, base: memoryview | None) -> Encoding | None:
         """See ``Codec``. Applies to every dtype."""

@@ -53,6 +53,7 @@ class Quantized:
     bits: Literal[8, 4]
     lossless: bool = False
     needs_base: bool = False
+    chains: bool = False
     name: str = field(init=False)
     label: str = field(init=False)
 

@@ -25,6 +25,7 @@ class Delta:
     name: str = "delta"
     lossless: bool = True
     needs_base: bool = True
+    chains: bool = False
     label: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asymcheck.codec.codec import Codec, Raw
+from asymcheck.codec.excp import Clustered
 from asymcheck.codec.lossless import Lossless
 from asymcheck.codec.quantize import Quantized
 from asymcheck.codec.residual import Delta
@@ -19,6 +20,8 @@ CODECS: tuple[Codec, ...] = (
     Quantized("signed", 4),
     Quantized("log", 4),
     TopK(),
+    Clustered("residual"),
+    Clustered("moment"),
 )
 
 _BY_LABEL = {codec.label: codec for codec in CODECS}

@@ -42,6 +42,7 @@ class TopK:
     label: str = "topk"
     lossless: bool = False
     needs_base: bool = True
+    chains: bool = False
 
     def encode(self, raw: memoryview, dtype: str, base: memoryview | None) -> Encoding | None:
         """See ``Codec``. Takes memory for up to four times ``raw``."""

@@ -89,8 +89,14 @@ class Strategy:
             )
 
     def with_fidelity(self, fidelity: Fidelity) -> Strategy:
-        """The same with another class of fidelity."""
-        return replace(self, selection=replace(self.selection, fidelity=fidelity))
+        """The same with another class of fidelity.
+
+        Raises:
+            OptionError: There is no such class, or the strategy cannot have it.
+        """
+        selection = replace(self.selection, fidelity=fidelity)
+        selection.check_fidelity(fidelity)
+        return replace(self, selection=selection)
 
 
 _TRY_ALL = Selection(rule="smallest", delta=True)
@@ -120,6 +126,8 @@ strategies = MappingProxyType(
             selection=Selection(rule="paper"),
             batching="square-root",
         ),
+        # Its authors compress what was saved before, in a process of its own.
+        "excp": Strategy(capture="blocking", selection=Selection(rule="excp")),
         "asymcheck-naive": Strategy(partitioner=IdleProportional(), batching="each"),
         "asymcheck-s": Strategy(
             partitioner=IdleProportional(), selection=_TRY_ALL, batching="each"

@@ -1,13 +1,16 @@
-"""What a repository held at one moment."""
+"""What a repository held at one moment, and what a delta can stand on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from asymcheck.errors import CorruptCheckpoint, NoCheckpoint, ObjectNotFound, OptionError
 from asymcheck.planning.retention import CheckpointId
-from asymcheck.storage.manifest import Manifest
-from asymcheck.storage.names import manifest_name, parse_name
+from asymcheck.planning.selection import MAX_BASES
+from asymcheck.storage.manifest import Base, Manifest, parse_manifest, unfit_as_base
+from asymcheck.storage.names import manifest_name, parse_name, step_folder
+from asymcheck.storage.store import Store, read_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +51,14 @@ class Listing:
     leftovers: Sequence[tuple[CheckpointId, str]]
 
     def spare_bases(self, gone: Sequence[CheckpointId]) -> list[CheckpointId]:
-        """``gone`` without what a committed checkpoint that stays is a delta against."""
+        """``gone`` without what a committed checkpoint that stays stands on."""
         going = set(gone)
-        needed = {m.base.at for at, m in self.committed.items() if m.base and at not in going}
+        needed = {b for at in self.committed if at not in going for b in self.bases_of(at)}
         return [at for at in gone if at not in needed]
+
+    def bases_of(self, at: CheckpointId) -> list[CheckpointId]:
+        """What a committed checkpoint stands on: its base, that one's base, and so on."""
+        return bases_of(self.committed[at], self.committed)
 
     def leftovers_before(self, attempt: int) -> list[str]:
         """The left-overs that a writer of ``attempt`` or a later one cannot be working on."""
@@ -75,10 +82,26 @@ def wrong_length(manifest: Manifest, sizes: Mapping[str, int]) -> Damage | None:
     return None
 
 
+def bases_of(manifest: Manifest, committed: Mapping[CheckpointId, Manifest]) -> list[CheckpointId]:
+    """What a checkpoint stands on, the nearest first, as far as it is there."""
+    found: list[CheckpointId] = []
+    below: Manifest | None = manifest
+    while below is not None and below.base is not None:  # each one is older: this ends
+        found.append(below.base.at)
+        below = committed.get(below.base.at)
+    return found
+
+
 def missing_base(
     manifest: Manifest, committed: Mapping[CheckpointId, Manifest], damaged: Sequence[Damage]
 ) -> Damage | None:
-    """What speaks against a delta: its base is gone, damaged, another one, or itself a delta."""
+    """What speaks against a delta: its base is gone, damaged, another one, or not fit for it.
+
+    Args:
+        manifest: Of the delta, or of a checkpoint that stands alone.
+        committed: All that exists, without older deltas whose own base is missing.
+        damaged: All that does not exist any more.
+    """
     named = manifest.base
     if named is None:
         return None
@@ -88,10 +111,57 @@ def missing_base(
         what = "is gone" if known is None else f"is damaged: {known.why}"
     elif base.hash != named.hash:
         what = f"is another one than it was: its manifest's hash is {base.hash}, not {named.hash}"
-    elif base.base is not None:
-        what = "is a delta itself, which no base may be"
+    elif (unfit := unfit_as_base(base, manifest.fidelity)) is not None:
+        what = unfit
+    elif len(bases_of(manifest, committed)) > MAX_BASES:
+        what = f"is one of more than {MAX_BASES} deltas that stand on one another"
     else:
         return None
     why = f"its base, step {named.at.step} (attempt {named.at.attempt}), {what}"
     newer = base is None and known is not None and known.newer
     return Damage(manifest.at, manifest_name(manifest.at), why, newer=newer)
+
+
+def as_base(store: Store, at: CheckpointId, fidelity: str) -> Base:
+    """A checkpoint as the base of a delta of that class, with all that it stands on; blocks.
+
+    Raises:
+        NoCheckpoint: One of them is not there.
+        CorruptCheckpoint: One of them is damaged.
+        OptionError: No delta of that class may stand on it.
+    """
+    found = below = _read_base(store, at)
+    if (unfit := unfit_as_base(found, fidelity)) is not None:
+        raise OptionError(
+            f"base: expected an exact checkpoint without base, found {manifest_name(at)}: it "
+            f"{unfit}"
+        )
+    for _ in range(MAX_BASES):
+        if below.base is None:
+            return Base(at, found.hash)
+        said = below.base
+        below = _read_base(store, said.at)
+        if below.hash != said.hash:
+            raise CorruptCheckpoint(
+                manifest_name(below.at), f"hash is {below.hash}, its delta says {said.hash}"
+            )
+    raise OptionError(
+        f"base: expected one that stands on fewer than {MAX_BASES} others, found "
+        f"{manifest_name(at)}: make a key-frame"
+    )
+
+
+def _read_base(store: Store, at: CheckpointId) -> Manifest:
+    name = manifest_name(at)
+    try:
+        manifest = parse_manifest(read_all(store, name), name)
+    except ObjectNotFound as failure:
+        raise NoCheckpoint(
+            f"step {at.step} (attempt {at.attempt}) in {store.url}: expected the base "
+            f"of a delta, found nothing: {failure}"
+        ) from failure
+    sizes = {e.name: e.nbytes for e in store.list(step_folder(at.step))}
+    problem = wrong_length(manifest, sizes)
+    if problem is not None:
+        raise CorruptCheckpoint(problem.where, f"base of a delta: {problem.why}")
+    return manifest

@@ -27,7 +27,9 @@ from asymcheck.storage.sealed import (
 
 FORMAT_LINE = f"asymcheck {VERSION}\n"
 EXACT = "exact"
-LOSSY = ("moments", "aggressive")
+CHAINED = "excp"
+"""The class of fidelity in which a delta may stand on another one of this class."""
+LOSSY = ("moments", "aggressive", CHAINED)
 """Classes of fidelity in which what is restored is not bit-equal; all else is ``EXACT``."""
 _LOSSY = re.compile(rf"(?:{'|'.join(LOSSY)})\Z")
 
@@ -84,10 +86,11 @@ class Manifest:
 
 def _needs(base: Base | None, fidelity: str) -> list[str]:
     """What a reader must know of, in the one order that there is."""
-    return [*(["base"] if base is not None else []), *(["lossy"] if fidelity != EXACT else [])]
+    found = {"base": base is not None, "lossy": fidelity != EXACT, CHAINED: fidelity == CHAINED}
+    return [name for name, needed in found.items() if needed]
 
 
-FEATURES = frozenset({"base", "lossy"})
+FEATURES = frozenset({"base", "lossy", CHAINED})
 """Values of a manifest's ``needs`` that this release understands."""
 
 
@@ -99,7 +102,7 @@ def make_manifest(
     Args:
         indexes: Each rank's index and the bytes it is stored as, in rank order.
         base: What the deltas among their chunks are made against.
-        fidelity: ``exact``, ``moments`` or ``aggressive``.
+        fidelity: ``exact``, or one of ``LOSSY``.
     """
     first = indexes[0][0]
     more: dict[str, object] = {}
@@ -190,6 +193,21 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         base=base,
         fidelity=fidelity,
     )
+
+
+def unfit_as_base(base: Manifest, fidelity: str) -> str | None:
+    """Why a delta of that class must not stand on this checkpoint; ``None`` where it may.
+
+    A base is a key-frame: exact, and without a base. Only deltas of ``CHAINED`` may stand on one
+    another.
+    """
+    if fidelity == base.fidelity == CHAINED:
+        return None
+    if base.base is not None:
+        return "is a delta itself, which no base may be"
+    if base.fidelity != EXACT:
+        return f"is lossy ({base.fidelity}), which no base may be"
+    return None
 
 
 def _parse_base(get: Fields, at: CheckpointId) -> Base:

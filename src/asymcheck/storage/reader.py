@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from asymcheck.errors import CorruptCheckpoint, NoCheckpoint, ObjectNotFound
 from asymcheck.planning.layout import PAGE_BYTES, align_up
 from asymcheck.planning.retention import CheckpointId
+from asymcheck.planning.selection import MAX_BASES
 from asymcheck.storage.index import Chunk, Index, StoredObject, parse_index
-from asymcheck.storage.manifest import Base, Manifest, parse_manifest
+from asymcheck.storage.manifest import Manifest, parse_manifest, unfit_as_base
 from asymcheck.storage.names import index_name, manifest_name, step_folder
 from asymcheck.storage.sealed import digest
 from asymcheck.storage.store import Readable, Store, read_all
@@ -25,7 +26,7 @@ class OpenCheckpoint:
     Attributes:
         manifest: Its manifest.
         indexes: The index of each rank.
-        base: The checkpoint that its deltas are made against, open as well.
+        base: The checkpoint that its deltas are made against, open as well, with its own.
     """
 
     manifest: Manifest
@@ -66,13 +67,13 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(store: Store, at: CheckpointId) -> Iterator[OpenCheckpoint]:
-    """Open every object of a checkpoint, and of its base where it has one; retention cannot
-    pull it away any more on a medium whose open objects survive their deletion.
+    """Open every object of a checkpoint, and of each that it stands on; retention cannot pull it
+    away any more on a medium whose open objects survive their deletion.
 
     Raises:
         NoCheckpoint: It does not exist (any more).
         CorruptCheckpoint: Its manifest or an index is damaged, or an object is missing; or its
-            base is gone, damaged, another one than it was, or itself a delta.
+            base is gone, damaged, another one than it was, or one that it must not have.
         IncompatibleCheckpoint: It needs a newer release.
         StoreError: The medium failed.
     """
@@ -92,16 +93,23 @@ def open_checkpoint(store: Store, at: CheckpointId) -> Iterator[OpenCheckpoint]:
 
 
 def _opened(
-    store: Store, at: CheckpointId, stack: ExitStack, named: Base | None = None
+    store: Store, at: CheckpointId, stack: ExitStack, deltas: Sequence[Manifest] = ()
 ) -> OpenCheckpoint:
-    """Open it as the base that a delta named, or (``None``) for its own sake."""
+    """Open it as what deltas stand on, the nearest last, or (none) for its own sake."""
     name = manifest_name(at)
     manifest = parse_manifest(read_all(store, name), name)
-    if named is not None and manifest.hash != named.hash:
-        raise CorruptCheckpoint(name, f"hash is {manifest.hash}, its delta says {named.hash}")
-    if named is not None and manifest.base is not None:
-        raise CorruptCheckpoint(name, "it is a delta itself, which no base may be")
-    base = None if manifest.base is None else _opened_base(store, manifest.base, name, stack)
+    if deltas:
+        named = deltas[-1].base
+        assert named is not None, "that is how it was found"
+        if manifest.hash != named.hash:
+            raise CorruptCheckpoint(name, f"hash is {manifest.hash}, its delta says {named.hash}")
+        if (unfit := unfit_as_base(manifest, deltas[-1].fidelity)) is not None:
+            raise CorruptCheckpoint(name, f"it {unfit}")
+    base = None
+    if manifest.base is not None:
+        if len(deltas) == MAX_BASES:
+            raise CorruptCheckpoint(name, f"more than {MAX_BASES} deltas stand on one another")
+        base = _opened_base(store, manifest.base.at, stack, (*deltas, manifest))
     indexes = []
     for stored, expected in manifest.indexes:
         data = read_all(store, stored.name, stored.nbytes)
@@ -122,14 +130,17 @@ def _opened(
     return OpenCheckpoint(manifest, tuple(indexes), packs, base)
 
 
-def _opened_base(store: Store, named: Base, delta: str, stack: ExitStack) -> OpenCheckpoint:
-    spoken_of = f"its base, step {named.at.step} (attempt {named.at.attempt}),"
+def _opened_base(
+    store: Store, at: CheckpointId, stack: ExitStack, deltas: Sequence[Manifest]
+) -> OpenCheckpoint:
+    spoken_of = f"its base, step {at.step} (attempt {at.attempt}),"
     try:
-        return _opened(store, named.at, stack, named)
+        return _opened(store, at, stack, deltas)
     except ObjectNotFound as failure:
         raise ObjectNotFound(f"{spoken_of} is gone: {failure}") from failure
     except CorruptCheckpoint as failure:
-        raise CorruptCheckpoint(delta, f"{spoken_of} is damaged: {failure}") from failure
+        where = manifest_name(deltas[-1].at)
+        raise CorruptCheckpoint(where, f"{spoken_of} is damaged: {failure}") from failure
 
 
 def keys_of(index: Index, chunk: Chunk) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ from asymcheck.storage.index import Index, dump_index
 from asymcheck.storage.listing import (
     Damage,
     Listing,
+    as_base,
     missing_base,
     same_checkpoint,
     wrong_length,
@@ -44,7 +45,6 @@ from asymcheck.storage.manifest import (
     EXACT,
     FORMAT_LINE,
     Attempt,
-    Base,
     Manifest,
     check_format_line,
     dump_attempt,
@@ -153,8 +153,9 @@ class Repository:
                 committed[manifest.at] = manifest
             else:
                 damaged.append(problem)
-        for at, manifest in (whole := dict(committed)).items():
-            problem = missing_base(manifest, whole, damaged)
+        for at in sorted(committed):  # a base before what stands on it
+            manifest = committed[at]
+            problem = missing_base(manifest, committed, damaged)
             if problem is None or manifest.base is None:
                 continue
             del committed[at]
@@ -311,16 +312,17 @@ class Repository:
 
         Args:
             index: Of a world of one; its packs are durable.
-            base: What its deltas are made against: committed, and no delta itself.
-            fidelity: ``exact``, ``moments`` or ``aggressive``.
+            base: What its deltas are made against: committed, exact and no delta itself; or of
+                fidelity ``excp``, where this one is too.
+            fidelity: ``exact``, ``moments``, ``aggressive`` or ``excp``.
 
         Raises:
             SupersededWriter: A newer attempt has claimed the root; nothing was committed.
             NoCheckpoint: The base is not there (any more); nothing was committed.
-            CorruptCheckpoint: The base is damaged; nothing was committed.
-            OptionError: The base is a delta; nothing was committed.
+            CorruptCheckpoint: The base, or what it stands on, is damaged; nothing was committed.
+            OptionError: The base is a delta or lossy; nothing was committed.
         """
-        named = None if base is None else self._as_base(base)
+        named = None if base is None else as_base(self.store, base, fidelity)
         data = dump_index(index)
         write_whole(self.store, index_name(index.at, index.rank), [data])
         self.check_writer(index.at.attempt)
@@ -339,31 +341,14 @@ class Repository:
                 raise
         return committed
 
-    def _as_base(self, at: CheckpointId) -> Base:
-        name = manifest_name(at)
-        try:
-            manifest = parse_manifest(read_all(self.store, name), name)
-        except ObjectNotFound as failure:
-            raise NoCheckpoint(
-                f"step {at.step} (attempt {at.attempt}) in {self.store.url}: expected the base "
-                f"of a delta, found nothing: {failure}"
-            ) from failure
-        if manifest.base is not None:
-            raise OptionError(f"base: expected a checkpoint without base, found the delta {name}")
-        sizes = {e.name: e.nbytes for e in self.store.list(step_folder(at.step))}
-        problem = wrong_length(manifest, sizes)
-        if problem is not None:
-            raise CorruptCheckpoint(problem.where, f"base of a delta: {problem.why}")
-        return Base(at, manifest.hash)
-
     def retain(
         self, newest: CheckpointId, retention: Retention, base: CheckpointId | None = None
     ) -> list[CheckpointId]:
         """Remove what need not be kept, now that ``newest`` is committed.
 
         Only committed checkpoints of this run go: branches that its attempt left behind, and what
-        ``retention`` does not keep of its lineage, itself too where newer ones overtook it. The
-        base of a delta stays with it, and ``base``, for the next. Packs go at the next call.
+        ``retention`` does not keep of its lineage, itself too where newer ones overtook it. What a
+        delta that stays stands on stays, and ``base``, for the next. Packs go at the next call.
 
         Returns:
             The checkpoints removed.
@@ -385,12 +370,12 @@ class Repository:
     def remove(self, gone: Sequence[CheckpointId], listing: Listing) -> None:
         """Remove the manifests of committed checkpoints; their packs go at ``finish``.
 
-        Deltas go first, and no base goes that a delta which stays was made against.
+        Deltas go before their base, and none goes on which one that stays stands.
         """
         first: StoreError | None = None
-        for deltas in (True, False):
-            spared = listing.spare_bases(gone)
-            now = [at for at in spared if (listing.committed[at].base is not None) == deltas]
+        below = {at: len(listing.bases_of(at)) for at in gone}
+        for depth in sorted(set(below.values()), reverse=True):
+            now = [at for at in listing.spare_bases(gone) if below[at] == depth]
             left, failure = delete_each(self.store, [manifest_name(at) for at in now])
             first = first or failure
             gone = [at for at in gone if manifest_name(at) not in left]
