@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -95,9 +96,15 @@ def a_strategy(strategy: object, fidelity: Any) -> Strategy:  # noqa: ANN401
     """The strategy that a user names or gives, with another class of fidelity where asked for.
 
     Raises:
-        OptionError: One of them is not known; names the nearest.
+        OptionError: One of them is not known; names the nearest. Or they do not go together, or
+            the strategy needs what is not installed.
     """
     found = resolve(strategy)
+    if found.selection.chains and find_spec("sklearn") is None:
+        raise OptionError(
+            "strategy: the rule 'excp' needs scikit-learn, which is not installed: "
+            "pip install 'asymcheck[excp]'"
+        )
     return found if fidelity is None else found.with_fidelity(fidelity)
 
 

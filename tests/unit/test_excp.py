@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asymcheck import strategies
+from asymcheck import Checkpointer, options, strategies
 from asymcheck.capture import Capture
 from asymcheck.codec import excp, table
 from asymcheck.codec.codec import Malformed
@@ -284,6 +285,28 @@ def test_a_chain_has_an_end() -> None:
     assert not chain.repository.survey().damaged
 
 
+def test_commit_refuses_a_chain_of_any_other_class() -> None:
+    chain = Chain()
+    for step in (1, 2):
+        chain.save(step, adam(step))
+    index = replace(chain.save(3, adam(3)), at=CheckpointId(chain.attempt, 4), packs=(), chunks=())
+    index = replace(index, leaves=())
+    for fidelity in ("exact", "moments", "aggressive"):
+        with pytest.raises(OptionError, match="a delta itself, which no base may be"):
+            chain.repository.commit(index, CheckpointId(chain.attempt, 3), fidelity)
+    chain.repository.commit(index, CheckpointId(chain.attempt, 3), "excp")
+
+
+def test_commit_refuses_a_lossy_base_that_stands_alone() -> None:
+    chain = Chain()
+    index = replace(chain.save(1, adam(1)), packs=(), chunks=(), leaves=())
+    two, three = (replace(index, at=CheckpointId(chain.attempt, step)) for step in (2, 3))
+    chain.repository.commit(two, None, "moments")
+    for fidelity in ("exact", "moments", "excp"):
+        with pytest.raises(OptionError, match=r"is lossy \(moments\), which no base may be"):
+            chain.repository.commit(three, two.at, fidelity)
+
+
 # --- asking for it ---------------------------------------------------------------
 
 
@@ -299,6 +322,14 @@ def test_a_strategy_that_encodes_nothing_cannot_lose_anything(name: str, fidelit
 def test_excp_has_a_class_of_its_own(fidelity: Any) -> None:
     with pytest.raises(OptionError, match="'excp', whose checkpoints are of the class 'excp'"):
         strategies["excp"].with_fidelity(fidelity)
+
+
+def test_a_checkpointer_without_scikit_learn_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=r"needs scikit-learn.*asymcheck\[excp\]"):
+        Checkpointer("memory://excp", state={"x": {}}, strategy="excp")
 
 
 def test_a_failing_import_fails_the_save_with_the_name_of_the_extra(
