@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from asymcheck import Checkpointer
 from asymcheck.handles import Handle
 from asymcheck.planning.strategies import Strategy, resolve
+from asymcheck.planning.variants import TRIES
 from asymcheck_lab.compare_forms import FormSpec
 from asymcheck_lab.engine_run import Synthetic
 from asymcheck_lab.errors import RunError
@@ -111,6 +112,7 @@ def measure(spec: FormSpec) -> dict[str, Any]:
     copy_s = _copy_s(model, optimizer)
     loop = _Loop(model, optimizer, strategy, spec.root)
     settled = _SETTLED + strategy.admission.max_in_flight
+    settled += 2 * TRIES if strategy.capture == "profiled" else 0
     begin_s = 0.0
     for number in range((settled + spec.checkpoints) * spec.every):
         if number == settled * spec.every:

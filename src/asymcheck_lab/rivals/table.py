@@ -33,14 +33,12 @@ _LATE = (
     f"{RNG}; buffers that a forward pass changes, such as those of batch normalization: they are "
     "copied behind it, so those of a later step may be saved"
 )
-_LOSSLESS_RULES = ("raw", "measured", "smallest")
-_UNRANKED = {"gemini": "no network yet"}
+_IN_MEMORY = "no network yet; its times are until a checkpoint is whole in this host's memory"
 _SELF_SYNCED = "nothing; the adapter gives every file and folder to fsync"
 
 
 def _of_strategy(name: str, strategy: Strategy) -> Rival:
-    chosen = strategy.selection
-    is_exact = chosen.rule in _LOSSLESS_RULES and chosen.fidelity == "exact"
+    is_exact = strategy.selection.loss_class == "exact"
     return Rival(
         title=f'asymcheck, strategy="{name}"',
         make=lambda job: Asymcheck(job, strategy=name),
@@ -50,7 +48,7 @@ def _of_strategy(name: str, strategy: Strategy) -> Rival:
         kind="strategy",
         is_async=strategy.persist == "behind",
         is_exact=is_exact,
-        why_unranked=_UNRANKED.get(name, ""),
+        why_unranked="" if strategy.placement.durable is None else _IN_MEMORY,
     )
 
 
