@@ -27,7 +27,8 @@ from asymcheck.errors import CheckpointWarning
 from asymcheck.handover import left_over
 from asymcheck.memory.arena import SHARED_MEMORY, Slot, SlotState, slots_of
 from asymcheck.memory.process import ProcessId
-from asymcheck.planning.policy import Admission, EverySeconds, EverySteps
+from asymcheck.planning.cadence import EverySeconds, EverySteps
+from asymcheck.planning.policy import Admission
 from asymcheck.planning.tiers import Placement
 from asymcheck.storage.repository import create_repository
 from asymcheck.storage.store import open_store

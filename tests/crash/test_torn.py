@@ -24,8 +24,9 @@ from torch import nn
 from asymcheck import Checkpointer, Strategy, strategies
 from asymcheck.errors import CheckpointWarning, DroppedCheckpoint
 from asymcheck.planning.adaptive import Adaptive
+from asymcheck.planning.cadence import EverySteps
 from asymcheck.planning.plan import IdleProportional, Partitioner, Uniform, Whole
-from asymcheck.planning.policy import Admission, EverySteps
+from asymcheck.planning.policy import Admission
 from asymcheck.planning.tiers import Placement
 from asymcheck.session import Handle
 from asymcheck.storage.memory import MemoryStore

@@ -18,7 +18,8 @@ from asymcheck.capture import parse_capture
 from asymcheck.errors import CaptureError, CheckpointWarning, DroppedCheckpoint, StoreError
 from asymcheck.memory import arena
 from asymcheck.memory.arena import SHARED_MEMORY, Slot, SlotState, slots_of
-from asymcheck.planning.policy import Admission, Cadence, EverySeconds, EverySteps
+from asymcheck.planning.cadence import Cadence, EverySeconds, EverySteps
+from asymcheck.planning.policy import Admission
 from asymcheck.planning.tiers import Placement
 from asymcheck.session import Handle
 from asymcheck.storage.memory import MemoryStore

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asymcheck.errors import OptionError
-from asymcheck.planning.policy import Admission, EverySteps
+from asymcheck.planning.cadence import EverySteps
+from asymcheck.planning.policy import Admission
 from asymcheck.planning.strategies import Strategy, strategies
 from asymcheck.planning.tiers import Placement
 from asymcheck.planning.variants import TRIES, Trials, Variant
