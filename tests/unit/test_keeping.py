@@ -192,7 +192,7 @@ def test_the_cadence_is_told_of_the_latest_that_went_to_the_store(
     told: list[tuple[int, int]] = []
 
     class Third:
-        def due(self, *, step: int, last_step: int, since_last_s: float) -> bool:
+        def due(self, *, step: int, last_step: int, since_last_s: float, under_way: int) -> bool:
             told.append((step, last_step))
             assert since_last_s >= 0
             return step - last_step >= 3

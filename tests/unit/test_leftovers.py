@@ -115,7 +115,8 @@ def test_slots_of_the_dead_are_left_over_and_those_of_the_living_are_not(
 ) -> None:
     of_dead = make_slot(tmp_path, repository, dead)
     make_slot(tmp_path, repository, os.getpid())
-    assert left_over(repository.run, tmp_path) == [LeftOver(of_dead, NOBODY, is_sealed=True)]
+    at = CheckpointId(1, 3)
+    assert left_over(repository.run, tmp_path) == [LeftOver(of_dead, NOBODY, True, at=at)]
     assert left_over(None, tmp_path) == left_over(repository.run, tmp_path)
     assert left_over("0" * 32, tmp_path) == []
     assert living_owners(repository.run, tmp_path) == [os.getpid()]

@@ -73,5 +73,5 @@ def test_the_rows_of_the_two_systems_are_what_their_papers_say() -> None:
     assert gemini.admission.max_in_flight == 2
     durable = gemini.placement.durable
     assert durable is not None
-    assert not durable.due(step=1, last_step=0, since_last_s=3 * 3600 - 1)
-    assert durable.due(step=1, last_step=0, since_last_s=3 * 3600)
+    assert not durable.due(step=1, last_step=0, since_last_s=3 * 3600 - 1, under_way=0)
+    assert durable.due(step=1, last_step=0, since_last_s=3 * 3600, under_way=0)
