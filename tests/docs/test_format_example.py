@@ -152,7 +152,7 @@ def test_each_optional_member_of_a_manifest_stands_in_its_table_in_order() -> No
     plain = make_manifest([(index, b"")])
     more = [name for name in json.loads(whole) if name not in json.loads(plain)]
     assert _table("## Manifest", "| optional member |") == more
-    assert {"base", "lossy"} == FEATURES
+    assert {"base", "lossy", "excp"} == FEATURES
     for name in FEATURES:
         assert f"| 1, `needs` `{name}` |" in TEXT
 
