@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+from asymcheck.errors import DroppedCheckpoint
 from asymcheck.planning.layout import Extent
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.index import Leaf
@@ -163,14 +166,53 @@ def parse_capture(data: bytes, where: str) -> Capture:
     )
 
 
-def find_torn_leaf(capture: Capture, image: memoryview, canaries: memoryview) -> str | None:
-    """Key of a leaf whose copy differs from what was live at the boundary, if there is one."""
-    at = 0
-    for canary in capture.canaries:
-        for i in range(canary.count):
-            spot = canary.first + i * canary.stride
-            value = image[spot : spot + canary.width]
-            if value != canaries[at : at + canary.width]:
-                return capture.leaves[canary.leaf].key
-            at += canary.width
-    return None
+class CanaryWatch:
+    """Compares what was copied with what was live at the boundary, a part of the image at a time.
+    Several threads may.
+
+    Args:
+        capture: What the image holds.
+        values: Of the canaries, complete.
+    """
+
+    def __init__(self, capture: Capture, values: memoryview) -> None:
+        self._step = capture.at.step
+        self._leaves = capture.leaves
+        self._values = values
+        self._canaries = capture.canaries
+        self._starts = [canary.first for canary in capture.canaries]
+        self._at = list(accumulate((c.nbytes for c in capture.canaries), initial=0))
+        self._torn: set[int] = set()
+
+    @property
+    def torn_leaf(self) -> str | None:
+        """Key of a leaf whose copy differed in a part that was compared, the first of several."""
+        return self._leaves[min(self._torn)].key if self._torn else None
+
+    def compare(self, part: Extent, image: memoryview) -> None:
+        """Compare the spots in a part of the image, which is complete there."""
+        first = max(0, bisect_right(self._starts, part.start) - 1)
+        for i in range(first, bisect_left(self._starts, part.stop)):
+            canary, at = self._canaries[i], self._at[i]
+            for spot in range(canary.count):
+                start = canary.first + spot * canary.stride
+                lo, hi = max(start, part.start), min(start + canary.width, part.stop)
+                at_lo = at + spot * canary.width + lo - start
+                if lo < hi and image[lo:hi] != self._values[at_lo : at_lo + hi - lo]:
+                    self._torn.add(canary.leaf)
+                    break
+
+    def refuse(self) -> None:
+        """Refuse what was compared and differed.
+
+        Raises:
+            DroppedCheckpoint: A leaf changed while it was copied.
+        """
+        torn = self.torn_leaf
+        if torn is not None:
+            raise DroppedCheckpoint(
+                self._step,
+                torn,
+                f"{torn!r} changed while it was copied, without a word to the library: call "
+                f"checkpointer.fence() before code that writes parameters by hand",
+            )

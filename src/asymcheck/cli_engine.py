@@ -89,6 +89,8 @@ def explain(
     _print_choices(found)
     _print_batches(found)
     show_line()
+    if found.cadence:
+        show_line(plain(f"How often is saved: {found.cadence}."))
     show_line(what_bounded(found))
     show_line(plain(why_so_planned(found)))
     if png is not None:
@@ -105,6 +107,7 @@ def _explained(trace: Trace) -> dict[str, Any]:
         "bounded": what_bounded(trace),
         "planned": why_so_planned(trace),
         "partitioner": trace.partitioner,
+        "cadence": trace.cadence,
         "lazy_bytes": trace.lazy_bytes,
         "copy_bytes_per_s": trace.copy_bytes_per_s,
         "partitions": [part._asdict() for part in _partitions(trace)],

@@ -118,8 +118,10 @@ def shares(trace: Trace) -> list[Share]:
     whole_s = trace.report.durable_s
     flushes, stalled = trace.of(Stage.FLUSH), trace.of(Stage.STALL)
     start_s = min(whole_s, max(0.0, flushes[0].start_s)) if flushes else whole_s
-    stop_s = min(whole_s, flushes[-1].stop_s) if flushes else whole_s
-    boundary_s = min(start_s, stalled[0].stop_s) if stalled else 0.0
+    stop_s = min(whole_s, max(start_s, flushes[-1].stop_s)) if flushes else whole_s
+    boundary_s = min(start_s, max(0.0, stalled[0].stop_s)) if stalled else 0.0
+    if trace.report.tier == "memory":
+        start_s = boundary_s  # no persister has a part in it
     sealed_s = min(stop_s, max(start_s, _sealed_s(trace)))
     copied_s = min(sealed_s, max([start_s, *(s.stop_s for s in trace.of(Stage.COPY))]))
     encoding_s = _covered_s(trace.of(Stage.ENCODE), sealed_s, stop_s)
@@ -168,12 +170,19 @@ def what_bounded(trace: Trace) -> str:
     )
 
 
+_HOW = {
+    "lazy": "runs freely",
+    "device-copy": "is of a clone, and runs freely",
+    "blocking": "blocks training",
+}
+
+
 def why_so_planned(trace: Trace) -> str:
     """One or two sentences: why the copy was planned as it was."""
     decision = trace.decision
     if decision is None:
-        how = "blocks training" if trace.capture == "blocking" else "runs freely"
-        return f"There was nothing to plan: the copy {how}."
+        how = "blocking" if trace.capture == "blocking" else trace.report.capture
+        return f"There was nothing to plan: the copy {_HOW[how]}."
     held = "runs freely" if decision.plan.free_running else "is held to its windows"
     kappas = []
     for phase in PHASES:

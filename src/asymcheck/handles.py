@@ -6,12 +6,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from asymcheck.encoding import GroupReport
 from asymcheck.messages import Durable
 
 T = TypeVar("T")
+
+How = Literal["lazy", "device-copy", "blocking"]
+Tier = Literal["store", "memory"]
 
 
 class Promised(Future[T]):
@@ -64,6 +67,10 @@ class SaveReport:
         groups: What became of each kind of leaf: codec, bytes, CPU seconds.
         fidelity: ``exact`` where every bit comes back.
         base: Step of the key-frame that differences were made to, 0 where there are none.
+        tier: Where it is: in the ``store``, or in the ``memory`` of this host alone, as safe as
+            ``Placement`` says. What is in memory has nothing stored and nothing persisted; its
+            ``durable_s`` and ``lag_steps`` are those of that tier.
+        capture: How it was captured; see ``Strategy``.
     """
 
     step: int
@@ -84,6 +91,8 @@ class SaveReport:
     groups: tuple[GroupReport, ...] = ()
     fidelity: str = "exact"
     base: int = 0
+    tier: Tier = "store"
+    capture: How = "lazy"
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,8 @@ class Handle:
     Attributes:
         step: The step saved.
         captured: Done once the state is copied, or given up.
-        durable: Done once the checkpoint is committed; holds what it took, or the error.
+        durable: Done once the checkpoint is committed, or whole in memory where it does not go
+            to the store; holds what it took, or the error.
     """
 
     step: int
@@ -104,7 +114,7 @@ class Handle:
     durable: Future[SaveReport]
 
 
-def report_of(found: Durable, eager_bytes: int, step_stall_s: float) -> SaveReport:
+def report_of(found: Durable, eager_bytes: int, step_stall_s: float, capture: How) -> SaveReport:
     """What the trainer knows when a checkpoint became durable; the copy is not in it yet."""
     told = {f.name: getattr(found, f.name) for f in fields(found)}
     return SaveReport(
@@ -114,4 +124,5 @@ def report_of(found: Durable, eager_bytes: int, step_stall_s: float) -> SaveRepo
         fence_stall_s=0.0,
         copy_s=0.0,
         lag_steps=0,
+        capture=capture,
     )

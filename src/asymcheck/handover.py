@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 
-from asymcheck.errors import CheckpointError, StoreError
+from asymcheck.capture import parse_capture
+from asymcheck.errors import CheckpointError, CorruptCheckpoint, StoreError
 from asymcheck.events import Sink
 from asymcheck.memory.arena import SHARED_MEMORY, Slot, SlotState, owner_of, slots_of
 from asymcheck.memory.holding import Part, is_held
@@ -21,7 +22,7 @@ from asymcheck.memory.host import read_text
 from asymcheck.memory.process import ProcessId
 from asymcheck.messages import Durable
 from asymcheck.persist import persist
-from asymcheck.planning.retention import Retention
+from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.repository import Repository
 
 _log = logging.getLogger(__name__)
@@ -39,12 +40,14 @@ class LeftOver:
         persister: The process that may still be at work on it.
         is_sealed: Whether it holds a whole checkpoint that is not durable yet.
         root: URL of the root that it is for, empty where it does not say so.
+        at: The checkpoint that it holds, where it is sealed and can be read.
     """
 
     path: Path
     persister: ProcessId
     is_sealed: bool
     root: str = ""
+    at: CheckpointId | None = None
 
     @property
     def is_at_work(self) -> bool:
@@ -53,7 +56,9 @@ class LeftOver:
 
 
 def left_over(run: str | None = None, directory: Path = SHARED_MEMORY) -> list[LeftOver]:
-    """Slots of this user whose trainer is dead, of one run or of all."""
+    """Slots of this user whose trainer is dead, of one run or of all; checkpoints in the order in
+    which they were captured.
+    """
     found = []
     for path in slots_of(directory, run):
         try:
@@ -65,10 +70,17 @@ def left_over(run: str | None = None, directory: Path = SHARED_MEMORY) -> list[L
         if _living_owner(path, slot) is None:
             persister = slot.persister if slot else ProcessId(0, 0)
             is_sealed = slot is not None and slot.state == SlotState.SEALED
-            found.append(LeftOver(path, persister, is_sealed, slot.root if slot else ""))
+            at = _held(slot) if slot and is_sealed else None
+            found.append(LeftOver(path, persister, is_sealed, slot.root if slot else "", at))
         if slot is not None:
             slot.close(unlink=False)
-    return found
+    return sorted(found, key=lambda old: old.at or CheckpointId(0, 0))
+
+
+def _held(slot: Slot) -> CheckpointId | None:
+    with suppress(CorruptCheckpoint):
+        return parse_capture(slot.meta, "slot").at
+    return None
 
 
 def living_owners(run: str, directory: Path = SHARED_MEMORY) -> list[int]:
@@ -146,6 +158,10 @@ def take_over(
     directory: Path = SHARED_MEMORY,
 ) -> list[Durable]:
     """Make every sealed slot of dead trainers of this run durable, and free the others; blocks.
+
+    So the newest is there to restore, also where it was to stay in memory. Where a trainer left
+    several, as between the seal of one and the end of the one before, each is made durable, the
+    oldest first: one of them may have been on its way to the store.
 
     Args:
         repository: The run; its newest attempt must be the dead trainer's.

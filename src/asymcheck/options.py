@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from asymcheck.errors import OptionError
-from asymcheck.planning.policy import Cadence, EverySeconds, EverySteps, Never
+from asymcheck.planning.cadence import Cadence, EverySeconds, EverySteps, Never
 from asymcheck.planning.strategies import Strategy, resolve
 from asymcheck.storage.names import MAX_STEP
 from asymcheck.storage.store import Store, open_store
@@ -155,19 +155,33 @@ def refuse_many_ranks() -> None:
         )
 
 
-def make_cadence(every_steps: int | None, every_seconds: float | None) -> Cadence:
-    """The cadence that the arguments ask for.
+def a_cadence(
+    every_steps: int | None, every_seconds: float | None, given: object, usual: Cadence | None
+) -> Cadence:
+    """The cadence that the arguments ask for, where they ask for none that of the strategy.
 
     Raises:
-        OptionError: They contradict each other, or are out of range.
+        OptionError: They contradict each other, are out of range, or are no cadence.
     """
-    if every_steps is not None and every_seconds is not None:
-        raise OptionError("expected every_steps or every_seconds, found both")
+    asked = {"every_steps": every_steps, "every_seconds": every_seconds, "cadence": given}
+    names = [name for name, value in asked.items() if value is not None]
+    if len(names) > 1:
+        raise OptionError(
+            f"expected one of every_steps, every_seconds and cadence, found {' and '.join(names)}"
+        )
     if every_steps is not None:
         return EverySteps(every_steps)
     if every_seconds is not None:
         return EverySeconds(every_seconds)
-    return Never()
+    found = usual if given is None else given
+    if found is None:
+        return Never()
+    if isinstance(found, type) or not callable(getattr(found, "begin", None)):
+        raise OptionError(
+            f"cadence: expected one of asymcheck.planning.cadence, such as OverheadBudget(0.02), "
+            f"found {found!r:.80}"
+        )
+    return cast(Cadence, found)
 
 
 def read_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The trainer's side of persisting: a thread, or a process that outlives the trainer."""
+"""The trainer's side of persisting: threads, or a process that outlives the trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -25,9 +24,12 @@ from asymcheck.events import Sink, Span, Stage, discard
 from asymcheck.memory.arena import Arena, Slot
 from asymcheck.memory.process import ProcessId
 from asymcheck.messages import MESSAGE_BYTES, Durable, rebuild_durable, rebuild_error
-from asymcheck.persist import open_pidfd, persist, tidy
+from asymcheck.persist import persist, tidy
+from asymcheck.persist_worker import open_pidfd
 from asymcheck.planning.retention import Retention
 from asymcheck.planning.selection import RAW, Batching, Selection
+from asymcheck.planning.strategies import Strategy
+from asymcheck.process_log import ProcessLog
 from asymcheck.storage.local import LocalStore
 from asymcheck.storage.manifest import Attempt, dump_attempt
 from asymcheck.storage.repository import Repository
@@ -41,16 +43,18 @@ _TRIES = 3
 _MODULE = "asymcheck.persist"
 _START = (  # this very package, from wherever the trainer has it, and nothing else from there
     "import sys; sys.path.insert(0, sys.argv[2]); import asymcheck; "
-    "sys.path.append(sys.path.pop(0)); from asymcheck.persist import main; main(*sys.argv[3:])"
+    "sys.path.append(sys.path.pop(0)); from asymcheck.persist_worker import main; "
+    "main(*sys.argv[3:])"
 )
 _PAUSE_S = 0.2
 _POLL_MS = 200
-_TAIL_BYTES = 2000
 _CLAIMS = 100  # as many as surely fit into a message; more than will ever fail one by one
 
 
 class Persister(Protocol):
-    """Takes slots to committed checkpoints, in the order in which they come."""
+    """Takes slots to committed checkpoints: begins them in the order in which they come, and has
+    up to a given number at work at a time. They end in any order.
+    """
 
     def begin(self, slot: Slot, step: int) -> Future[Durable]:
         """Queue a slot that is being filled; returns at once. The slot is read until the
@@ -68,18 +72,21 @@ class _Job:
     slot: Slot
     step: int
     future: Future[Durable]
+    begun: bool = False  # the process that lives now is at work on it
     ends: int = 0  # of processes that were at work on it
 
 
 class PersistThread:
-    """Persists on a daemon thread of the trainer.
+    """Persists on daemon threads of the trainer.
 
     Args:
-        repository: Written by this thread alone from now on.
+        repository: Written by these threads alone from now on.
         retention: Applied after each commit.
-        sink: Receives spans, on this thread.
+        sink: Receives spans, on these threads.
         selection: How chunks may be encoded.
         batching: How they are merged into writes.
+        at_once: How many checkpoints are written at a time.
+        writers: Into how many packs each is cut, written at the same time.
     """
 
     def __init__(
@@ -89,14 +96,22 @@ class PersistThread:
         sink: Sink,
         selection: Selection = RAW,
         batching: Batching = "ready",
+        at_once: int = 1,
+        writers: int = 1,
     ) -> None:
-        self._chooser = Chooser(selection, batching)
+        self._selection, self._batching, self._writers = selection, batching, writers
         self._repository = repository
         self._retention = retention
         self._sink = sink
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="asymcheck-persist", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()
+        self._running = at_once
+        self._threads = [
+            threading.Thread(target=self._run, name="asymcheck-persist", daemon=True)
+            for _ in range(at_once)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def begin(self, slot: Slot, step: int) -> Future[Durable]:
         """See ``Persister``."""
@@ -107,11 +122,15 @@ class PersistThread:
 
     def close(self, timeout_s: float) -> bool:
         """See ``Persister``."""
-        self._jobs.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        until_s = monotonic() + timeout_s
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
+        chooser = Chooser(self._selection, self._batching)
         while (job := self._jobs.get()) is not None:
             try:
                 durable = persist(
@@ -120,21 +139,26 @@ class PersistThread:
                     self._retention,
                     self._sink,
                     lambda: True,
-                    self._chooser,
+                    chooser,
+                    self._writers,
                 )
             except BaseException as failure:  # noqa: BLE001  it is the caller's to see
                 _settle(job, failure)
             else:
                 _settle(job, durable)
-        tidy(self._repository)
+        with self._lock:
+            self._running -= 1
+            is_last = not self._running
+        if is_last:
+            tidy(self._repository)
 
 
 class PersistProcess:
     """Persists in a process of its own, which finishes sealed slots though the trainer dies.
 
-    A process that dies is replaced, and what it had under way is begun again; what ends one
-    process after the other is given up, and so is an idle start that fails again and again
-    until there is something to do.
+    A process that dies is replaced, and what it had under way is begun again, one after the other,
+    so that it shows which of them it was; what ends one process after the other is given up, and
+    so is an idle start that fails again and again until there is something to do.
 
     Args:
         url: Opens the store in the other process.
@@ -147,6 +171,8 @@ class PersistProcess:
         claims: As ``Repository.claims``, looked at with each slot.
         selection: How chunks may be encoded.
         batching: How they are merged into writes.
+        at_once: How many checkpoints are written at a time.
+        writers: Into how many packs each is cut, written at the same time.
 
     Raises:
         StoreError: The process could not be started.
@@ -164,6 +190,8 @@ class PersistProcess:
         claims: Sequence[Attempt] = (),
         selection: Selection = RAW,
         batching: Batching = "ready",
+        at_once: int = 1,
+        writers: int = 1,
     ) -> None:
         self._claims = claims
         self._config = json.dumps(
@@ -175,14 +203,16 @@ class PersistProcess:
                 "retention": asdict(retention),
                 "selection": asdict(selection),
                 "batching": batching,
+                "at_once": at_once,
+                "writers": writers,
                 "spans": sink is not discard,  # nobody else would read them
             }
         )
         self._arena = arena
         self._sink = sink
-        self._log = _ProcessLog(log_path)
+        self._log = ProcessLog(log_path)
         self._changed = threading.Condition(threading.RLock())
-        self._jobs: deque[_Job] = deque()
+        self._jobs: dict[int, _Job] = {}  # by the token of the slot, in the order of their begin
         self._closing = False
         self._ended = 0  # processes that ended since a job was done
         try:
@@ -206,7 +236,7 @@ class PersistProcess:
         """See ``Persister``."""
         job = _Job(slot, step, Future())
         with self._changed:
-            self._jobs.append(job)
+            self._jobs[slot.token] = job
             self._hand_over(job)
             self._changed.notify_all()
         return job.future
@@ -255,6 +285,7 @@ class PersistProcess:
             "slot": job.slot.token,
             "path": str(job.slot.path) if job.slot.path else None,
             "live": self._arena.tokens(),
+            "alone": job.ends > 0,
             "claims": [dump_attempt(c).decode() for c in self._claims[-_CLAIMS:]],
         }
         self._send(message, job.slot.fd)
@@ -288,6 +319,8 @@ class PersistProcess:
             if self._control.fileno() in ready:
                 try:
                     data = self._control.recv(MESSAGE_BYTES)
+                except ConnectionResetError:
+                    continue  # it left a message unread; what it said itself comes now
                 except OSError:
                     return
                 if not data:
@@ -300,10 +333,13 @@ class PersistProcess:
         if "span" in message:
             stage, *rest = message["span"]
             self._sink(Span(Stage(stage), *rest))
+        elif "begun" in message:
+            with self._changed:
+                self._jobs[message["begun"]].begun = True
         elif "done" in message or "failed" in message:
             with self._changed:
                 self._ended = 0
-                job = self._jobs.popleft()
+                job = self._jobs.pop(message["slot"])
             told = message.get("failed")
             _settle(job, rebuild_error(told) if told else rebuild_durable(message["done"]))
 
@@ -331,66 +367,34 @@ class PersistProcess:
                     self._changed.wait(_PAUSE_S)
                     continue
                 self._is_up = True
-                for job in self._jobs:
+                for job in self._jobs.values():
                     self._hand_over(job)
                 if self._closing:
                     self._send({"close": True})
                 return True
 
     def _count_end(self, why: str) -> None:
-        """Blame the first job, which it was at work on; give it up when it was so too often."""
+        """Blame what it was at work on, the first job where it did not get so far; give up what
+        was blamed too often.
+        """
         with self._changed:
             self._ended += 1
-            if not self._jobs:
-                return
-            self._jobs[0].ends += 1
-            if self._jobs[0].ends < _TRIES:
-                return
-            job = self._jobs.popleft()
-        _settle(
-            job,
-            StoreError(
-                f"step {job.step}: the persister process failed {_TRIES} times, it last {why}; "
-                f"{self._log.tail()}",
-                retryable=False,
-            ),
-        )
-
-
-class _ProcessLog:
-    """Where a persister process writes what it has to say."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._fd = -1
-        self._start = 0
-
-    def open(self) -> int:
-        """A descriptor for a process that starts now; ``tail`` shows what it writes."""
-        if self._path is not None:
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-            fd = os.open(self._path, flags, 0o644)
-        else:
-            fd = os.memfd_create("asymcheck-log")
-        self.close()
-        self._fd, self._start = fd, os.fstat(fd).st_size
-        return fd
-
-    def tail(self) -> str:
-        """A clause that quotes the end of what the latest process wrote."""
-        where = f"its log {self._path}" if self._path else "its log"
-        if self._fd < 0:
-            return f"{where} could not be opened"
-        size = os.fstat(self._fd).st_size
-        start = max(self._start, size - _TAIL_BYTES)
-        text = os.pread(self._fd, size - start, start).decode(errors="replace").strip()
-        return f"{where} ends with:\n{text}" if text else f"{where} is empty"
-
-    def close(self) -> None:
-        """Give the descriptor back; a process that has it keeps its own."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            jobs = list(self._jobs.values())
+            given_up = []
+            for job in [job for job in jobs if job.begun] or jobs[:1]:
+                job.begun = False
+                job.ends += 1
+                if job.ends == _TRIES:
+                    given_up.append(self._jobs.pop(job.slot.token))
+        for job in given_up:
+            _settle(
+                job,
+                StoreError(
+                    f"step {job.step}: the persister process failed {_TRIES} times, it last {why}; "
+                    f"{self._log.tail()}",
+                    retryable=False,
+                ),
+            )
 
 
 def is_own_memory(store: Store) -> bool:
@@ -432,12 +436,13 @@ def start_persister(
     retention: Retention,
     sink: Sink,
     grace_s: float,
-    selection: Selection,
-    batching: Batching,
+    strategy: Strategy,
 ) -> Persister:
     """Start the persister of that kind; see the classes for the arguments."""
+    at_once, writers = strategy.admission.at_once, strategy.writers
+    how = (strategy.selection, strategy.batching, at_once, writers)
     if kind == "thread":
-        return PersistThread(repository, retention, sink, selection, batching)
+        return PersistThread(repository, retention, sink, *how)
     store = repository.store
     log_path = store.root / LOG_NAME if isinstance(store, LocalStore) else None
     return PersistProcess(
@@ -449,8 +454,7 @@ def start_persister(
         grace_s,
         log_path,
         repository.claims,
-        selection,
-        batching,
+        *how,
     )
 
 
@@ -469,6 +473,7 @@ def _settle(job: _Job, result: Durable | BaseException) -> None:
         )
         job.future.set_result(result)
     else:
+        job.slot.give_up()  # before the future: its copy may wait for room in a ring
         failure = _told(result)
         failure.add_note(f"while step {job.step} was being persisted")
         job.future.set_exception(failure)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic
 from types import TracebackType
 from typing import Any, Literal
 
@@ -18,8 +16,6 @@ from asymcheck.endings import Ending, settle_others
 from asymcheck.errors import (
     CaptureError,
     CheckpointError,
-    CheckpointWarning,
-    DroppedCheckpoint,
     NoCheckpoint,
     OptionError,
     StoreError,
@@ -28,8 +24,9 @@ from asymcheck.events import Sink, discard, guarded
 from asymcheck.handles import Handle, SaveReport
 from asymcheck.handover import take_over
 from asymcheck.memory.arena import SHARED_MEMORY, Arena
+from asymcheck.outcomes import Outcomes, warn
 from asymcheck.persister import is_own_memory, start_persister, who_persists
-from asymcheck.planning.policy import Never
+from asymcheck.planning.cadence import Cadence, Never
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.selection import Fidelity
 from asymcheck.planning.strategies import Strategy
@@ -37,6 +34,7 @@ from asymcheck.recovery import RestoreReport, TornRestore, restore
 from asymcheck.snapshotter import Snapshotter
 from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.store import Store
+from asymcheck.timekeeping import Timekeeper
 from asymcheck.tracing import Tracer
 
 __all__ = ["Checkpointer", "Handle", "RestoreReport", "SaveReport"]
@@ -60,6 +58,8 @@ class Checkpointer:
             encoding may change, see ``docs/fidelity.md``.
         every_steps: ``step(n)`` saves when ``n`` is a multiple of this.
         every_seconds: ``step(n)`` saves when this time has passed since the latest save.
+        cadence: A rule instead, out of ``asymcheck.planning.cadence``, as ``OverheadBudget(0.02)``.
+            With none of the three the strategy's own, which for most is to save only on request.
         keep_last: Keep the newest so many; ``None`` keeps all. The newest is always kept.
         keep_every: With ``keep_last``: keep also each step that is a multiple of this.
         keep_best: With ``keep_last``: keep also the best so many by ``monitor``.
@@ -89,6 +89,7 @@ class Checkpointer:
         fidelity: Fidelity | None = None,
         every_steps: int | None = None,
         every_seconds: float | None = None,
+        cadence: Cadence | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: int | None = None,
@@ -103,9 +104,11 @@ class Checkpointer:
     ) -> None:
         options.refuse_many_ranks()
         self._strategy = options.a_strategy(strategy, fidelity)
-        self._cadence = options.make_cadence(every_steps, every_seconds)
+        chosen = options.a_cadence(every_steps, every_seconds, cadence, self._strategy.cadence)
+        self._saves_unasked = not isinstance(chosen, Never)
+        self._timekeeper = Timekeeper(chosen, self._strategy.admission.max_in_flight)
         self._retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
-        self._on_error = options.one_of("on_error", on_error, ("raise", "warn"))
+        on_error = options.one_of("on_error", on_error, ("raise", "warn"))
         self._read_only = options.flag("read_only", read_only)
         self._grace_s = options.seconds("grace_s", grace_s)
         self._sink = guarded(options.a_call("sink", sink))
@@ -113,6 +116,8 @@ class Checkpointer:
         if trace is not None and not self._read_only:
             path = options.a_file("trace", trace)
             self._sink = self._tracer = Tracer(path, self._sink, self._strategy)
+        waits = self._strategy.persist == "before"
+        self._outcomes = Outcomes(on_error, waits, self._timekeeper, self._tracer)
         self._state = State(options.named_objects(state))
         self._store = options.as_store(root)
         self._persist = who_persists(persist, root, self._store)
@@ -122,9 +127,6 @@ class Checkpointer:
         self._torn = False
         self._closed = False
         self._pid = os.getpid()
-        self._last_step = 0
-        self._last_save_s = monotonic()
-        self._unread: list[Handle] = []
         self._ending: Ending | None = None
         self.report = RestoreReport(step=0)
         """What the latest ``restore`` did."""
@@ -193,9 +195,13 @@ class Checkpointer:
         found = self.report
         parent = None if found.attempt is None else CheckpointId(found.attempt, found.step)
         self._start_attempt(parent)
-        self._last_step = found.step
-        self._last_save_s = monotonic()
+        self._timekeeper.begin(found.step)
         return found.step
+
+    @property
+    def cadence_report(self) -> str:
+        """How often ``step`` saves as things are, and why."""
+        return self._timekeeper.why
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that ``restore`` would choose from, oldest first."""
@@ -220,10 +226,10 @@ class Checkpointer:
             CheckpointError: A background failure since the latest call, or as ``save``.
         """
         self._note_step(options.a_step(step))
+        self._timekeeper.note_step(step)
         self._surface_errors()
-        since_s = monotonic() - self._last_save_s
-        if not self._cadence.due(step=step, last_step=self._last_step, since_last_s=since_s):
-            if self._snapshotter is not None and not isinstance(self._cadence, Never):
+        if not self._timekeeper.due(step, len(self._outcomes.pending)):
+            if self._snapshotter is not None and self._saves_unasked:
                 self._snapshotter.prepare()
                 self._snapshotter.between_saves()
             return None
@@ -271,12 +277,13 @@ class Checkpointer:
         self._note_step(step)
         numbers = options.read_metrics(metrics)
         attempt = self._take_attempt(step)
+        if self._tracer is not None:
+            self._tracer.cadence = self.cadence_report
         handle = self._capturing().capture(CheckpointId(attempt, step), numbers, when_full)
         if handle is None:
             return None
-        self._unread.append(handle)
-        self._last_step = step
-        self._last_save_s = monotonic()
+        self._outcomes.pending.append(handle)
+        self._timekeeper.note_save(step)
         if self._strategy.persist == "before":
             self._capturing().fence()
             wait_futures([handle.durable])
@@ -301,7 +308,7 @@ class Checkpointer:
         yield
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until every save so far is durable or failed.
+        """Wait until every save so far is durable or failed, and the newest is in the store.
 
         Args:
             timeout_s: How long at most; ``None`` without end.
@@ -315,10 +322,10 @@ class Checkpointer:
         self._check_process()
         limit_s = None if timeout_s is None else options.seconds("timeout_s", timeout_s)
         if self._snapshotter is not None:
-            self._snapshotter.fence()
-        wait_futures([h.durable for h in self._unread], limit_s)
+            self._outcomes.pending += self._snapshotter.drain()
+        wait_futures([h.durable for h in self._outcomes.pending], limit_s)
         self._surface_errors()
-        return not self._unread
+        return not self._outcomes.pending
 
     def close(self) -> None:
         """Drain within ``grace_s``, end the thread, raise the first background failure.
@@ -332,10 +339,11 @@ class Checkpointer:
         if self._ending is not None:
             self._ending.over()
         self._surface_errors()
-        if self._unread or not in_time:
+        left = [handle.step for handle in self._outcomes.pending]
+        if left or not in_time:
             raise StoreError(
-                f"close: saves of steps {[h.step for h in self._unread]} are still pending "
-                f"after grace_s={self._grace_s} seconds; what is sealed goes on without us",
+                f"close: saves of steps {left} are still pending after "
+                f"grace_s={self._grace_s} seconds; what is sealed goes on without us",
                 retryable=False,
             )
 
@@ -391,8 +399,8 @@ class Checkpointer:
         if self._read_only:
             return
         for message in settle_others(self, self._existing().run, self._store.url):
-            _warn(message)
-        take_over(self._existing(), self._retention, self._sink, self._grace_s, _warn)
+            warn(message)
+        take_over(self._existing(), self._retention, self._sink, self._grace_s, warn)
 
     def _start_attempt(self, parent: CheckpointId | None) -> None:
         """Claim an attempt that continues from ``parent``; nothing is pending."""
@@ -412,7 +420,7 @@ class Checkpointer:
                     f"restore() first, or restore(resume='never') to start beside them"
                 )
             self._start_attempt(None)
-        elif step <= self._last_step:
+        elif step <= self._timekeeper.last_step:
             # Back in time without a restore: a branch, from the newest checkpoint before.
             self.wait()
             repository.check_writer(self._attempt)
@@ -431,10 +439,11 @@ class Checkpointer:
                 repository.run,
                 0,
                 self._strategy.admission.max_in_flight,
-                _warn,
+                warn,
                 # Slots need a name where another process can make something of them.
                 (Path(),) if is_own_memory(self._store) else (SHARED_MEMORY, Path()),
                 self._store.url,
+                self._strategy.admission.ring_bytes,
             )
             persister = start_persister(
                 self._persist,
@@ -443,8 +452,7 @@ class Checkpointer:
                 self._retention,
                 self._sink,
                 self._grace_s,
-                self._strategy.selection,
-                self._strategy.batching,
+                self._strategy,
             )
             self._snapshotter = Snapshotter(
                 self._state,
@@ -466,34 +474,6 @@ class Checkpointer:
             self._snapshotter.settle()
 
     def _surface_errors(self) -> None:
-        """Raise or warn of background failures, each once; a drop is always a warning."""
-        done = [h for h in self._unread if h.durable.done()]
-        self._unread = [h for h in self._unread if not h.durable.done()]
-        failures, said = [], self._tracer.complaints() if self._tracer else []
-        for handle in done:
-            failure = handle.durable.exception()
-            if isinstance(failure, DroppedCheckpoint):
-                said += [
-                    str(failure),
-                    *(self._snapshotter.note_drop() if self._snapshotter else ()),
-                ]
-            elif failure is not None:
-                failures.append(failure)
-            elif self._snapshotter is not None:
-                self._snapshotter.note_success()
-        for message in said:
-            _warn(message)
-        if not failures:
-            return
-        if self._on_error == "warn":
-            for failure in failures:
-                notes = "; ".join(getattr(failure, "__notes__", ()))
-                _warn(f"{failure} ({notes})")
-            return
-        for other in failures[1:]:
-            failures[0].add_note(f"also failed: {other}")
-        raise failures[0]
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, CheckpointWarning, stacklevel=3)
+        if self._snapshotter is not None:
+            self._outcomes.pending += self._snapshotter.late()
+        self._outcomes.surface(self._snapshotter)

@@ -12,8 +12,6 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
 from time import monotonic, perf_counter
 from typing import Literal
 
@@ -23,14 +21,15 @@ import torch
 from asymcheck.capture import Capture, dump_capture
 from asymcheck.device.cuda import Pinning
 from asymcheck.device.fence import UpdateHook
+from asymcheck.device.freezing import Freezer, defer_device_leaves
 from asymcheck.device.pacing import Pacing
 from asymcheck.device.placement import Placed, Placer
 from asymcheck.device.snapshot import (
     Copier,
     LazyCopy,
+    canaries_moved,
     copy_canaries,
     copy_eager,
-    defer_device_leaves,
     finish_canaries,
     gather,
 )
@@ -38,11 +37,11 @@ from asymcheck.device.state import State
 from asymcheck.encoding import Chooser
 from asymcheck.errors import CaptureError, CheckpointError, CheckpointWarning, DroppedCheckpoint
 from asymcheck.events import Sink, Span, Stage, timed
-from asymcheck.handles import Handle, Promised, SaveReport, report_of
+from asymcheck.handles import Handle, Promised, report_of
+from asymcheck.keeping import Active, Keeper
 from asymcheck.memory.arena import Arena, NoRoom, Slot, SlotState, capacity_for
-from asymcheck.messages import Durable
 from asymcheck.persist import write_checkpoint
-from asymcheck.persister import Persister
+from asymcheck.persister import Persister, is_own_memory
 from asymcheck.planning.layout import MiB
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.selection import RAW
@@ -52,22 +51,6 @@ from asymcheck.tracing import Tracer
 
 EAGER_LIMIT_BYTES = 256 * MiB
 _DROPS_BEFORE_BLOCKING = 2
-
-
-@dataclass
-class _Active:
-    """The capture between its boundary and its fence."""
-
-    copy: LazyCopy
-    handle: Handle
-    lazily: bool
-    eager_bytes: int
-    canaries: bytes
-    users: set[str] = field(default_factory=lambda: {"copy", "persister"})
-    is_compared: bool = False
-    step_stall_s: float = 0.0
-    fence_stall_s: float = 0.0
-    dropped: DroppedCheckpoint | None = None
 
 
 class Snapshotter:
@@ -103,23 +86,39 @@ class Snapshotter:
         self._retention = retention
         self._sink = sink
         self._tracer = tracer
-        self._active: _Active | None = None
+        self._active: Active | None = None
         self._turn = 0
         self._placer = Placer()
         self._prepared = False
-        self._lock = threading.Lock()
         self._fencing = threading.RLock()
         self._drops = 0
         self._blocking = strategy.capture == "blocking"
         self._warned_of_eager = False
-        self.latest_step = 0
+        self._freezer = Freezer(strategy.capture, _warn)
+        self._keeper = Keeper(
+            strategy.placement,
+            arena,
+            persister,
+            tracer,
+            keeps_nameless=is_own_memory(repository.store),
+            warn=_warn,
+        )
         self.copier = Copier()
         self._pinning = Pinning()
         arena.before_removal = self._pinning.release
         self._pacing: Pacing | None = None
-        if strategy.partitioner is not None and strategy.capture == "lazy":
+        if strategy.partitioner is not None and strategy.capture != "blocking":
             self._pacing = Pacing(state.modules, strategy.partitioner, self.settle)
         self._hook = UpdateHook(self._watched, self.fence, state.optimizers, self._end_step)
+
+    @property
+    def latest_step(self) -> int:
+        """Step that training is at; the session sets it."""
+        return self._keeper.latest_step
+
+    @latest_step.setter
+    def latest_step(self, step: int) -> None:
+        self._keeper.latest_step = step
 
     def between_saves(self) -> None:
         """A step is over that does not save."""
@@ -131,7 +130,7 @@ class Snapshotter:
             self._pacing.end_step()
 
     def prepare(self) -> None:
-        """Have the first slot made in the background, now that the state has its full size.
+        """Have the first slots made in the background, now that the state has its full size.
 
         Without it the first save would block while as much memory as the state is zeroed.
         """
@@ -142,13 +141,12 @@ class Snapshotter:
         at = self._placer.place(collected, 0).at
         capacity = capacity_for(at.layout.image_bytes, at.canary_bytes)
         meta_bytes = sum(200 + 2 * len(s.key) for s in at.specs) + MiB
-        maker = threading.Thread(
-            target=self._arena.prepare,
-            args=(capacity, meta_bytes),
-            name="asymcheck-arena",
-            daemon=True,
-        )
-        maker.start()
+
+        def make() -> None:
+            for _ in range(self._keeper.slots_in_use):
+                self._arena.prepare(capacity, meta_bytes)
+
+        threading.Thread(target=make, name="asymcheck-arena", daemon=True).start()
 
     def capture(
         self,
@@ -209,7 +207,11 @@ class Snapshotter:
         step = described.at.step
         meta = dump_capture(described, placed.at.geometry)
         capacity = capacity_for(placed.at.layout.image_bytes, placed.at.canary_bytes)
-        slot = self._arena.reserve(capacity, len(meta), None if when_full == "wait" else 0.0)
+        slot = self._arena.reserve(capacity, len(meta), 0.0)
+        if slot is None and len(self._arena.tokens()) == 1:
+            self._keeper.make_way()  # there is memory for one slot only
+        if slot is None and when_full == "wait":
+            slot = self._arena.reserve(capacity, len(meta))
         if slot is None:
             why = (
                 f"{self._strategy.admission.max_in_flight} saves are still under way: save less "
@@ -239,7 +241,7 @@ class Snapshotter:
                     self._repository,
                     described,
                     lambda extent: gather(placed, extent),
-                    lambda upto: None,
+                    lambda extent, upto: None,
                     lambda: None,
                     self._retention,
                     self._sink,
@@ -251,68 +253,66 @@ class Snapshotter:
                 return handle
         handle.captured.set_result(None)
         stall_s = perf_counter() - described.boundary_s
-        self._durable(handle, report_of(found, placed.at.eager_bytes, stall_s))
-        return handle
-
-    def _durable(self, handle: Handle, report: SaveReport) -> None:
+        report = report_of(found, placed.at.eager_bytes, stall_s, "blocking")
         if self._tracer is not None:
             self._tracer.durable(report)
         handle.durable.set_result(report)
+        return handle
 
-    def _begin(self, described: Capture, placed: Placed, slot: Slot) -> _Active:
+    def _begin(self, described: Capture, placed: Placed, slot: Slot) -> Active:
         step, blocking = described.at.step, self._blocking
-        lazy = placed.at.lazy_bytes > 0
+        lazy, frozen = placed.at.lazy_bytes > 0, None
         waits = not blocking and (
             lazy or any(placed.sources[i].deferred for i in placed.at.elsewhere)
         )
         try:
             with timed(self._sink, Stage.CAPTURE, step, placed.at.eager_bytes):
-                copy_eager(placed, slot.image, everything=blocking)
+                copy_eager(placed, slot, everything=blocking)
                 canaries = copy_canaries(placed, slot.canaries)
                 if not waits:
                     finish_canaries(canaries, slot.canaries)
+                elif lazy:
+                    frozen = self._freezer.freeze(placed)
             pace = None
             if self._pacing is not None:
                 self._pacing.begin_step(saves=waits)
-                pace = self._pacing.plan(placed.at.lazy_bytes) if waits else None
+                if waits and frozen is None:
+                    pace = self._pacing.plan(placed.at.lazy_bytes)
                 if pace is not None and self._tracer is not None:
                     self._tracer.plan(step, pace)
-            copy = LazyCopy(step, slot, placed, canaries, self._pinning, pace)
+            copy = LazyCopy(step, slot, frozen or placed, canaries, self._pinning, pace)
+            if waits and lazy and frozen is None:
+                copy.fence_timer = self._freezer.time_fence(copy.devices)
+            active = Active(
+                copy,
+                described,
+                self._handle(step),
+                "blocking" if blocking else "device-copy" if frozen else "lazy",
+                eager_bytes=placed.at.eager_bytes,
+                canaries=bytes(slot.canaries) if blocking else b"",
+            )
+            self._keeper.place(active)
         except BaseException:
             self._arena.free(slot)
             raise
-        active = _Active(
-            copy,
-            self._handle(step),
-            lazily=not blocking,
-            eager_bytes=placed.at.eager_bytes,
-            canaries=bytes(slot.canaries) if blocking else b"",
-        )
         if not waits:
             copy.finish()
             self._conclude(active)
+        elif frozen is not None:
+            copy.when_copied(lambda: self._conclude(active))
         if not lazy and not waits:
             copy.forget()
-        # Also a blocking capture is watched, to know when lazy capture may come back.
-        self._start(active, watched=lazy or waits)
+        # Also a blocking capture is watched, to know when lazy capture may come back. A clone
+        # changes no more: nobody waits for its copy.
+        self._start(active, watched=(lazy or waits) and frozen is None)
         return active
 
-    def _start(self, active: _Active, *, watched: bool) -> None:
-        """Hand the slot to the copying thread, and there to the persister: no Ctrl-C can come
-        between the two.
-        """
+    def _start(self, active: Active, *, watched: bool) -> None:
+        """Hand the slot to the copying thread, and there to the persister, no Ctrl-C between."""
         copy = active.copy
-
-        def begin() -> None:
-            try:
-                durable = self._persister.begin(copy.slot, copy.step)
-            except BaseException as failure:  # noqa: BLE001  whoever waits for it sees it
-                durable = Future()
-                durable.set_exception(failure)
-            self._follow(active, durable)
-
-        copy.before = begin
+        copy.before = lambda: self._keeper.begin(active)
         try:
+            self._keeper.start(active)
             self._active = active if watched else None
             self.copier.start(copy)
         except BaseException as failure:
@@ -320,39 +320,6 @@ class Snapshotter:
             copy.failure = copy.failure or failure
             self.copier.start(copy)
             raise
-
-    def _follow(self, active: _Active, durable: Future[Durable]) -> None:
-        """Fill the handle's future with what both sides know. On the copying thread."""
-
-        def done(future: Future[Durable]) -> None:
-            self._release(active, "persister")
-            failure = future.exception()
-            if failure is not None:
-                if isinstance(failure, DroppedCheckpoint):
-                    failure = active.dropped or failure
-                active.handle.durable.set_exception(failure)
-                return
-            report = report_of(future.result(), active.eager_bytes, active.step_stall_s)
-            self._durable(
-                active.handle,
-                replace(
-                    report,
-                    fence_stall_s=active.fence_stall_s,
-                    copy_s=active.copy.duration_s,
-                    cpu_s=report.cpu_s + active.copy.cpu_s,
-                    lag_steps=max(0, self.latest_step - report.step),
-                ),
-            )
-
-        durable.add_done_callback(done)
-
-    def _release(self, active: _Active, user: str) -> None:
-        """The slot is free when neither the copy nor the persister uses it any more."""
-        with self._lock:
-            unused = active.users == {user}
-            active.users.discard(user)
-        if unused:
-            self._arena.free(active.copy.slot)
 
     # --- fence --------------------------------------------------------------
 
@@ -395,13 +362,13 @@ class Snapshotter:
             finally:
                 self._fencing.release()
 
-    def _seal(self, active: _Active) -> None:
+    def _seal(self, active: Active) -> None:
         """Compare, and have the slot sealed or dropped; again goes on where it was left."""
         copy = active.copy
         key = copy.changed_leaf()
-        if not active.lazily:
+        if active.how == "blocking":
             # Copied at the boundary, so it is good; was the window after it quiet?
-            if self._drops and key is None and not self._canaries_moved(active):
+            if self._drops and key is None and not canaries_moved(copy.placed, active.canaries):
                 self._blocking = self._strategy.capture == "blocking"
                 self._drops = 0
             copy.forget()
@@ -416,7 +383,7 @@ class Snapshotter:
         active.is_compared = True
         copy.when_copied(lambda: self._conclude(active))
 
-    def _conclude(self, active: _Active) -> None:
+    def _conclude(self, active: Active) -> None:
         """The copy is complete and the state may change: seal the slot, or drop it."""
         copy, captured = active.copy, active.handle.captured
         if "copy" not in active.users:
@@ -426,6 +393,11 @@ class Snapshotter:
         if copy.duration_s:
             self._sink(Span(Stage.COPY, copy.step, copy.start_s, copy.duration_s, copy.lazy_bytes))
         if active.dropped is None:
+            try:
+                self._keeper.check(active)
+            except DroppedCheckpoint as torn:
+                active.dropped = torn
+        if active.dropped is None:
             copy.slot.state = SlotState.SEALED
             if not captured.done():
                 captured.set_result(None)
@@ -433,15 +405,10 @@ class Snapshotter:
             copy.slot.state = SlotState.DROPPED
             if not captured.done():
                 captured.set_exception(active.dropped)
-        if active.lazily:
+        if active.how != "blocking":
             copy.forget()
-        self._release(active, "copy")
-
-    @staticmethod
-    def _canaries_moved(active: _Active) -> bool:
-        now = bytearray(active.copy.placed.at.canary_bytes)
-        finish_canaries(copy_canaries(active.copy.placed, memoryview(now)), memoryview(now))
-        return now != active.canaries
+        self._keeper.settle(active)
+        self._keeper.release(active, "copy")
 
     def note_drop(self) -> list[str]:
         """A checkpoint was dropped: after two in a row capture blocks until a quiet window.
@@ -463,8 +430,27 @@ class Snapshotter:
         if not self._blocking:
             self._drops = 0
 
+    def drain(self) -> list[Handle]:
+        """Seal what was captured, and have the newest checkpoint go to the store; blocks for the
+        copy alone.
+
+        Returns:
+            What ``late`` does.
+        """
+        self.fence()
+        return self._keeper.drain()
+
+    def late(self) -> list[Handle]:
+        """Handles of checkpoints that were to stay in memory, and went to the store after all
+        since the latest call.
+        """
+        return self._keeper.late()
+
     def close(self, timeout_s: float) -> bool:
-        """Seal what was captured and wait for the persister; returns whether it was in time."""
+        """Seal what was captured, give the newest to the store, and wait for the persister;
+        returns whether it was in time.
+        """
+        self._arena.give_up_after(timeout_s)
         self.fence()
         self._hook.close()
         if self._pacing is not None:
@@ -472,6 +458,7 @@ class Snapshotter:
         until_s = monotonic() + timeout_s
         # First the copying thread: it is the one that hands slots to the persister.
         in_time = self.copier.close(timeout_s)
+        self._keeper.make_way()
         in_time &= self._persister.close(max(0.0, until_s - monotonic()))
         self._arena.close()
         return in_time
@@ -481,13 +468,15 @@ class Snapshotter:
             return
         self._warned_of_eager = True
         largest = max((s for s in placed.at.specs if not s.lazy), key=lambda s: s.nbytes)
-        warnings.warn(
+        _warn(
             f"{placed.at.eager_bytes} bytes are copied on the training thread at each save, the "
             f"largest is {largest.key!r} with {largest.nbytes} bytes: keep large tensors in "
-            f"parameters or optimizer state, or save them less often",
-            CheckpointWarning,
-            stacklevel=2,
+            f"parameters or optimizer state, or save them less often"
         )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CheckpointWarning, stacklevel=2)
 
 
 @functools.cache  # it reads files, and a process never changes its libraries

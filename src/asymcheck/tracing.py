@@ -140,6 +140,8 @@ class Tracer:
         self._savings: dict[int, _Saving] = {}
         self._complaints: list[str] = []
         self._is_on = True
+        self.cadence = ""
+        """How often is saved, and why: goes into the checkpoints that begin from now on."""
         try:
             _prepare(path)
         except OSError as failure:
@@ -160,7 +162,11 @@ class Tracer:
         with self._lock:
             saving = self._saving(step)
             saving.boundary_s, saving.report, saving.pace = boundary_s, None, None
-            saving.facts = {"lazy_bytes": lazy_bytes, "eager_bytes": eager_bytes}
+            saving.facts = {
+                "lazy_bytes": lazy_bytes,
+                "eager_bytes": eager_bytes,
+                "cadence": self.cadence,
+            }
 
     def plan(self, step: int, pace: Paced) -> None:
         """Its copy was planned."""
@@ -328,10 +334,11 @@ class Trace:
         capture: As in ``Strategy``.
         persist: As in ``Strategy``.
         partitioner: See ``name_of``.
+        cadence: How often was saved then, and why; empty in an older trace.
         decision: The plan of the copy; ``None`` where there was none to make.
         copy_bytes_per_s: Bandwidth when it was made, 0 where none was known.
         contention: κ when it was made.
-        opened: The windows of this step, as they came.
+        opened: The windows of this step, as they came, until the checkpoint was durable.
         parts: The copy of this step, as it went.
         spans: By start.
         report: What the trainer was told.
@@ -339,9 +346,10 @@ class Trace:
 
     lazy_bytes: int
     eager_bytes: int
-    capture: Literal["lazy", "blocking"]
+    capture: Literal["lazy", "device-copy", "profiled", "blocking"]
     persist: Literal["behind", "before"]
     partitioner: str
+    cadence: str = ""
     decision: Decision | None = None
     copy_bytes_per_s: float = 0.0
     contention: Contention = UNKNOWN

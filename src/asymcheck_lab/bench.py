@@ -21,9 +21,10 @@ from typing import Any
 
 from asymcheck.errors import nearest
 from asymcheck_lab.bench_child import measure_in_child, proc_table, run_root
-from asymcheck_lab.bench_run import RunSpec, size_of
+from asymcheck_lab.bench_run import RunSpec
+from asymcheck_lab.bench_work import size_of
 from asymcheck_lab.errors import DataError, LabError, RunError, UsageError
-from asymcheck_lab.rivals import BASELINE, DEFAULT_SYSTEMS, NONE, OURS, RIVALS, stored_bytes
+from asymcheck_lab.rivals import BASELINE, DEFAULT_SYSTEMS, NONE, OURS, RIVALS
 
 SCHEMA = 1
 QUICK_SYSTEMS = (NONE, OURS, BASELINE, "dcp-thread")
@@ -114,7 +115,7 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> list[dict[st
         "warmup": options.warmup,
     }
     if options.size != "tiny":
-        _warm_memory()
+        warm_memory()
     records = []
     for round_number in range(1, options.rounds + 1):
         for position, system in enumerate(order_of(options.all_systems, round_number), start=1):
@@ -157,16 +158,19 @@ def prepare(
     return tuple(sorted(os.sched_getaffinity(0))[:2])
 
 
-def describe_session(command: str, folder: Path, cores: Sequence[int]) -> dict[str, Any]:
+def describe_session(
+    command: str, folder: Path, cores: Sequence[int], schema: int = SCHEMA
+) -> dict[str, Any]:
     """What every record of one call of a command begins with.
 
     Args:
         command: Does it again.
         folder: On the medium that is measured.
         cores: The runs stay on them.
+        schema: Of the records.
     """
     return {
-        "schema": SCHEMA,
+        "schema": schema,
         "session": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(folder, cores),
         "versions": _versions(),
@@ -204,13 +208,16 @@ def _is_run(record: Mapping[str, Any]) -> bool:
 
 
 def read_records(
-    path: Path, known: Callable[[Mapping[str, Any]], bool] | None = _is_run
+    path: Path,
+    known: Callable[[Mapping[str, Any]], bool] | None = _is_run,
+    schema: int = SCHEMA,
 ) -> list[dict[str, Any]]:
     """Every record of a results file.
 
     Args:
         path: The file.
         known: Whether a record is of the kind that is expected; may raise ``KeyError``.
+        schema: Of the records.
 
     Raises:
         DataError: It cannot be read, or holds something else.
@@ -225,12 +232,12 @@ def read_records(
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            if record["schema"] != SCHEMA or (known is not None and not known(record)):
+            if record["schema"] != schema or (known is not None and not known(record)):
                 raise ValueError
         except (ValueError, TypeError, KeyError):
             raise DataError(
                 f"{path}, line {number}",
-                expected=f"a benchmark record of schema {SCHEMA}",
+                expected=f"a benchmark record of schema {schema}",
                 found=repr(line[:80]),
             ) from None
         records.append(record)
@@ -265,15 +272,10 @@ def _run(options: BenchOptions, system: str, cores: tuple[int, ...]) -> dict[str
             )
         except RunError as failure:
             return {"error": str(failure)}
-        checkpoints = len(measured["checkpoints"]) + 1
-        return {
-            **measured,
-            "peak_bytes": peak_bytes,
-            "disk_bytes": stored_bytes(root) // checkpoints,
-        }
+        return {**measured, "peak_bytes": peak_bytes}
 
 
-def _warm_memory() -> None:
+def warm_memory() -> None:
     """Touch the memory that the runs are going to use: a virtual machine may first have to get
     it from its host, and the first runs would pay for that.
     """

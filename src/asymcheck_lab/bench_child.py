@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, Self
 
 from asymcheck_lab.bench_run import descendants
+from asymcheck_lab.bench_server import timed_mark
 from asymcheck_lab.errors import RunError
 
 SAMPLES_PER_S = 10
@@ -76,22 +79,13 @@ def watch_child(module: str, arguments: Sequence[str], log_path: Path, timeout_s
     Raises:
         RunError: It failed or was too slow; with the tail of what it said.
     """
-    package_root = str(Path(__file__).resolve().parents[1])
-    paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        # As torchrun sets it: a thread of a system must not fan out over the training's core.
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-    }
     with log_path.open("wb") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment,
+            env=_environment(),
         )
     memory = MemoryWatch(child.pid)
     until_s = monotonic() + timeout_s
@@ -108,6 +102,109 @@ def watch_child(module: str, arguments: Sequence[str], log_path: Path, timeout_s
     if child.returncode != 0:
         raise RunError(f"ended with {child.returncode}: {_tail(log_path)}")
     return memory.peak_bytes
+
+
+class RunServer:
+    """Measures runs in processes that are forked off one which has imported what they need.
+
+    Use it in a ``with``; blocks there until that one is ready, or has failed.
+
+    Args:
+        workloads: Model and size of every run to come.
+        folder: Gets the log of the process.
+        timeout_s: How long it may take to get ready.
+        module: What it runs.
+    """
+
+    def __init__(
+        self,
+        workloads: Sequence[tuple[str, str]],
+        folder: Path,
+        timeout_s: float = 300.0,
+        module: str = "asymcheck_lab.bench_server",
+    ) -> None:
+        self._arguments = [sys.executable, "-m", module, json.dumps(workloads)]
+        self._log = folder / "server.txt"
+        self._timeout_s = timeout_s
+
+    def __enter__(self) -> Self:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._arguments,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                bufsize=0,  # what has come is seen by select
+                env=_environment(),
+            )
+        try:
+            self._hear(self._timeout_s)
+        except BaseException as failure:
+            self.__exit__()
+            if isinstance(failure, TimeoutError):
+                raise RunError(f"not ready to run after {self._timeout_s:.0f} s") from None
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._log.unlink()
+
+    def measure(
+        self, spec: Mapping[str, Any], scratch: Path, timeout_s: float
+    ) -> tuple[dict[str, Any], int]:
+        """As ``measure_in_child``, but only the timed part counts for the peak of memory."""
+        out, log_path = scratch / "measured.json", scratch / "log.txt"
+        log_path.touch()
+        job = {"spec": spec, "out": str(out), "log": str(log_path)}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+        self._process.stdin.flush()
+        pid = int(self._hear(self._timeout_s))
+        memory, until_s = MemoryWatch(pid), monotonic() + timeout_s
+        status: int | None = None
+        try:
+            while status is None:
+                if monotonic() > until_s:
+                    raise RunError(f"still running after {timeout_s:.0f} s: {_tail(log_path)}")
+                memory.sample(still=lambda: not timed_mark(out).exists())
+                with suppress(TimeoutError):
+                    status = int(self._hear(1 / SAMPLES_PER_S))
+        finally:
+            if status is None:
+                for one in (*descendants(pid), pid):
+                    with suppress(ProcessLookupError):
+                        os.kill(one, signal.SIGKILL)
+                self._hear(self._timeout_s)
+        if status != 0:
+            raise RunError(f"ended with {status}: {_tail(log_path)}")
+        measured: dict[str, Any] = json.loads(out.read_text("utf-8"))
+        return measured, memory.peak_bytes
+
+    def _hear(self, timeout_s: float) -> Any:  # noqa: ANN401  any JSON
+        """The next line; raises ``TimeoutError`` when none comes in time."""
+        stream = self._process.stdout
+        assert stream is not None
+        if not select.select([stream], [], [], timeout_s)[0]:
+            raise TimeoutError
+        line = stream.readline()
+        if not line:
+            raise RunError(f"the process that forks runs ended: {_tail(self._log)}")
+        return json.loads(line)
+
+
+def _environment() -> dict[str, str]:
+    package_root = str(Path(__file__).resolve().parents[1])
+    paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        # As torchrun sets it: a thread of a system must not fan out over the training's core.
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def _tail(path: Path) -> str:
@@ -131,8 +228,12 @@ class MemoryWatch:
         self._scanned_s = 0.0
         self._shared_before = _shared_bytes()
 
-    def sample(self) -> None:
-        """Look once; costs some tenths of a millisecond."""
+    def sample(self, still: Callable[[], bool] = lambda: True) -> None:
+        """Look once; costs some tenths of a millisecond.
+
+        Args:
+            still: Asked afterwards whether what was seen counts.
+        """
         now_s = monotonic()
         if now_s - self._scanned_s > _RESCAN_S:
             self._pids = [self._pid, *descendants(self._pid)]
@@ -141,7 +242,8 @@ class MemoryWatch:
         private = sum(own for own, _ in found)
         files = max(of_files for _, of_files in found)
         shared = max(0, _shared_bytes() - self._shared_before)
-        self.peak_bytes = max(self.peak_bytes, private + files + shared)
+        if still():
+            self.peak_bytes = max(self.peak_bytes, private + files + shared)
 
 
 def _resident(pid: int) -> tuple[int, int]:

@@ -16,10 +16,10 @@ from pathlib import Path
 from time import perf_counter, process_time, thread_time
 from typing import TYPE_CHECKING, Any
 
-from asymcheck_lab.errors import RunError, UsageError
+from asymcheck_lab.bench_work import Workload, make_workload
+from asymcheck_lab.errors import RunError
 
 if TYPE_CHECKING:
-    from asymcheck_lab.models import Size
     from asymcheck_lab.rivals import Job, System
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -32,13 +32,17 @@ class RunSpec:
 
     Attributes:
         system: A name out of ``rivals.RIVALS``.
-        size: ``124m`` or ``tiny``.
+        size: Of the model.
+        model: Its name, or nothing for the GPT-2 of ``make bench``.
         steps: Counted steps.
         every: Steps between two checkpoints; one is due after the first counted step.
         warmup: Steps before, at most ``every``; after the last one a first checkpoint is
             saved and waited for.
         cores: The process and all that it starts stay on them.
         folder: Checkpoints go below it; empty.
+        bytes_per_s: The library's own store writes no faster; 0 for as fast as the medium.
+        check: Whether to save once more after the timed part, load that checkpoint into a
+            fresh model and optimizer, and compare.
         verify: Whether to load every checkpoint back and compare it with the state that was
             saved. Costs time in the middle of steps: such a run is not to be timed.
     """
@@ -50,7 +54,17 @@ class RunSpec:
     warmup: int
     cores: tuple[int, ...]
     folder: str
+    model: str = ""
+    bytes_per_s: float = 0.0
+    check: bool = False
     verify: bool = False
+
+    @property
+    def root(self) -> str:
+        """Where the library's own store is, as a path or a URL."""
+        if not self.bytes_per_s:
+            return self.folder
+        return f"throttled+{Path(self.folder).as_uri()}?bytes_per_s={self.bytes_per_s}"
 
     @property
     def first_counted(self) -> int:
@@ -160,8 +174,12 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def measure(spec: RunSpec) -> dict[str, Any]:
+def measure(spec: RunSpec, timed: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Train and save as ``spec`` says; blocks.
+
+    Args:
+        spec: The run.
+        timed: Called once all that is timed is over; memory counts no longer.
 
     Returns:
         What was measured, as fields of a record.
@@ -176,8 +194,13 @@ def measure(spec: RunSpec) -> dict[str, Any]:
     torch.set_num_threads(1)
     run = _Run(spec)
     measured = run.go()
+    timed()
     if spec.verify:
         measured["verified"] = run.verify()
+    if spec.check:
+        checked = run.check()
+        measured["details"]["restore"] = checked.pop("restore", {})
+        measured |= checked
     run.system.close()
     return measured
 
@@ -191,25 +214,30 @@ class _Run:
         from asymcheck_lab.rivals import RIVALS
 
         self._spec = spec
-        self._workload = _Workload(spec)
+        self._rival = RIVALS[spec.system]
+        self._workload = make_workload(spec.model, spec.size, _SEED)
         self._watch = Watch()
         self._since_s = 0.0
         self._saved: dict[int, dict[str, str]] = {}
+        self._ended_s: dict[int, float] = {}
         # Hooks run in the order in which they were registered: what a system registers for
         # itself lies between these two, and so does its time.
         register_optimizer_step_pre_hook(self._before_hooks)
-        self.system: System = RIVALS[spec.system].make(self._job(self._workload))
+        self.system: System = self._rival.make(self._job(self._workload))
         self.system.start()
         register_optimizer_step_pre_hook(self._after_hooks)
 
-    def _job(self, workload: _Workload) -> Job:
+    def _job(self, workload: Workload) -> Job:
         from asymcheck_lab.rivals import Job
 
         folder = Path(self._spec.folder)
-        return Job(workload.model, workload.optimizer, folder, self._spec.every)
+        return Job(workload.model, workload.optimizer, folder, self._spec.every, self._spec.root)
 
     def go(self) -> dict[str, Any]:
         """Warm up, then measure."""
+        from asymcheck_lab.fingerprint import state_bytes
+        from asymcheck_lab.rivals import stored_bytes
+
         spec, system = self._spec, self.system
         first = spec.first_counted
         boundaries: dict[int, float] = {}
@@ -222,14 +250,16 @@ class _Run:
         for step in range(first, first + spec.steps):
             start_s = perf_counter()
             self._step(step, step in spec.due_steps, boundaries)
-            step_s.append(perf_counter() - start_s)
+            self._ended_s[step] = perf_counter()
+            step_s.append(self._ended_s[step] - start_s)
         loop_s = perf_counter() - begin_s
         system.drain()
         whole_s = perf_counter() - begin_s
         used = CpuClock.now().since(cpu)
         warmed, *counted = [self._checkpoint(step, at_s) for step, at_s in boundaries.items()]
         return {
-            "state_bytes": self._workload.state_bytes(),
+            "state_bytes": state_bytes(self._workload.model, self._workload.optimizer),
+            "disk_bytes": stored_bytes(Path(spec.folder)) // len(boundaries),
             "step_s": step_s,
             "loop_s": loop_s,
             "whole_s": whole_s,
@@ -240,23 +270,30 @@ class _Run:
         }
 
     def _checkpoint(self, step: int, boundary_s: float) -> dict[str, Any]:
-        durable_s = None
-        if self._spec.system != "none":
-            if step not in self.system.durable_s:
-                raise RunError(f"step {step}: never became durable with {self._spec.system}")
-            durable_s = self.system.durable_s[step] - boundary_s
-        blocked_s = self._watch.blocked_s.get(step, 0.0)
-        return {"step": step, "blocked_s": blocked_s, "durable_s": durable_s}
+        at_s = self.system.durable_s.get(step)
+        # A strategy may give a checkpoint up, where another one is under way or newer.
+        if at_s is None and self._rival.kind == "rival":
+            raise RunError(f"step {step}: never became durable with {self._spec.system}")
+        later = (
+            [] if at_s is None else [n for n, s in self._ended_s.items() if n > step and s <= at_s]
+        )
+        return {
+            "step": step,
+            "blocked_s": self._watch.blocked_s.get(step, 0.0),
+            "durable_s": None if at_s is None else at_s - boundary_s,
+            "lag_steps": None if at_s is None else len(later),
+        }
 
     def _step(self, step: int, due: bool, boundaries: dict[int, float]) -> None:
+        from asymcheck_lab.bench_check import fingerprint_of
+
         work, watch, system = self._workload, self._watch, self.system
         work.forward_and_backward()
         watch.call(system.before_update)
-        work.optimizer.step()
-        work.optimizer.zero_grad()
+        work.update()
         if due:
             if self._spec.verify:
-                self._saved[step] = work.fingerprint()
+                self._saved[step] = fingerprint_of(work)
             watch.owner = step
             boundaries[step] = perf_counter()
         watch.call(lambda: system.after_update(step, due=due))
@@ -271,23 +308,19 @@ class _Run:
         """Load every checkpoint back and compare it with what was live when it was taken.
 
         Raises:
-            RunError: One differs; names the step and the first pieces.
+            RunError: One differs that should not; names the step and the first pieces.
         """
-        from asymcheck_lab.rivals import RIVALS, RNG
+        from asymcheck_lab.bench_check import differing, fingerprint_of, tensors_of
+        from asymcheck_lab.rivals import RNG
 
-        restores_rng = RNG not in RIVALS[self._spec.system].omits
         for step, saved in self._saved.items():
-            if self._spec.system == "none":
-                break
-            fresh = _Workload(self._spec, seed=_SEED + 1)
+            if step not in self.system.durable_s or not self._rival.is_exact:
+                continue
+            fresh = make_workload(self._spec.model, self._spec.size, _SEED + 1)
             self.system.load(step, self._job(fresh))
-            found = fresh.fingerprint()
-            wrong = [
-                name
-                for name in sorted(saved.keys() | found.keys())
-                if saved.get(name) != found.get(name)
-                and (restores_rng or not name.startswith("rng/"))
-            ]
+            wrong = differing(saved, fingerprint_of(fresh), self._rival.omits)
+            if self._rival.omits not in ("", RNG):  # what else differs is said there
+                wrong = [name for name in wrong if name in tensors_of(fresh)]
             if wrong:
                 raise RunError(
                     f"step {step} of {self._spec.system} loads back differently: {wrong[:5]}, "
@@ -295,74 +328,37 @@ class _Run:
                 )
         return True
 
+    def check(self) -> dict[str, Any]:
+        """Save once more, load that into a fresh model and optimizer, and compare.
 
-class _Workload:
-    """A language model on real text, trained on one thread."""
+        Raises:
+            RunError: It never became durable.
+        """
+        from asymcheck_lab.bench_check import (
+            PAGE_CACHE,
+            compare_restored,
+            fingerprint_of,
+            forget_cached,
+        )
 
-    def __init__(self, spec: RunSpec, seed: int = _SEED) -> None:
-        import torch
-
-        from asymcheck_lab.data import BatchLoader, load_text
-        from asymcheck_lab.models import FAMILIES
-        from asymcheck_lab.recipe import seed_everything
-
-        seed_everything(seed)
-        self._family = FAMILIES["gpt2"]
-        size = size_of(spec.size)
-        text = load_text()
-        self._batches = BatchLoader(text, context=size.context, batch=size.batch, seed=seed)
-        self.model = self._family.build(size)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=size.learning_rate)
-
-    def forward_and_backward(self) -> None:
-        """One batch, up to the gradients."""
-        import torch
-
-        tokens = torch.from_numpy(next(self._batches))
-        self._family.loss(self.model, tokens, tokens).backward()
-
-    def fingerprint(self) -> dict[str, str]:
-        """What a checkpoint has to bring back."""
-        from asymcheck_lab.fingerprint import fingerprint
-
-        return fingerprint(self.model, self.optimizer, {})
-
-    def state_bytes(self) -> int:
-        """Bytes of parameters and optimizer state, each tensor once."""
-        from asymcheck_lab.fingerprint import state_bytes
-
-        return state_bytes(self.model, self.optimizer)
-
-
-def size_of(name: str) -> Size:
-    """The model that a ``--size`` names.
-
-    Raises:
-        UsageError: None.
-    """
-    from asymcheck_lab.models import Size
-
-    sizes = {
-        # GPT-2 as its configuration's defaults make it.
-        "124m": Size(
-            context=128,
-            batch=1,
-            learning_rate=1e-4,
-            warmup_steps=1,
-            config={"vocab_size": 50257, "n_positions": 1024},
-        ),
-        # For tests: small, with tensors that are large enough to be copied lazily.
-        "tiny": Size(
-            context=32,
-            batch=2,
-            learning_rate=1e-3,
-            warmup_steps=1,
-            config={"n_layer": 1, "n_embd": 128, "n_head": 2},
-        ),
-    }
-    if name not in sizes:
-        raise UsageError(f"size: expected one of {list(sizes)}, found {name!r}")
-    return sizes[name]
+        spec = self._spec
+        if self._rival.kind == "none":
+            return {"saved_bytes": 0, "restore_s": None, "bit_exact": None, "max_error": None}
+        step = spec.first_counted + spec.steps
+        self._step(step, True, {})
+        self.system.drain()
+        if step not in self.system.durable_s:
+            raise RunError(f"step {step}: never became durable with {spec.system}")
+        saved = fingerprint_of(self._workload)
+        fresh = make_workload(spec.model, spec.size, _SEED + 1)
+        blank = fingerprint_of(fresh)
+        forget_cached(Path(spec.folder))
+        begin_s = perf_counter()
+        self.system.load(step, self._job(fresh))
+        restore_s = perf_counter() - begin_s
+        found = compare_restored(self._workload, saved, fresh, blank, self._rival.omits)
+        restore = {"page_cache": PAGE_CACHE, "differing": found.pop("differing")}
+        return {**found, "restore_s": restore_s, "restore": restore}
 
 
 def main() -> None:

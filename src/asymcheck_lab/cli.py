@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
 
 from asymcheck.errors import CheckpointError, OptionError
+from asymcheck_lab.cli_bench import FolderOption, PageOption, ReportOption, add_bench, show_runs
 from asymcheck_lab.cli_models import add_commands
+from asymcheck_lab.cli_page import add_report
 from asymcheck_lab.errors import LabError, UsageError
 
 app = typer.Typer(
@@ -28,15 +30,6 @@ DataOption = Annotated[
 ]
 SizeOption = Annotated[str, typer.Option("--size", help="Size of the model: tiny, demo")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="For weights, noise and order")]
-FolderOption = Annotated[
-    Path, typer.Option("--dir", help="Checkpoints go below it: on the medium to measure")
-]
-PageOption = Annotated[
-    Path | None, typer.Option("--docs", help="A page to write the tables into, between its markers")
-]
-ReportOption = Annotated[
-    bool, typer.Option("--report", help="Run nothing: show the newest session of --results")
-]
 ThreadsOption = Annotated[
     int, typer.Option("--threads", min=1, help="Threads of torch; another number, other bits")
 ]
@@ -210,70 +203,6 @@ def demo(
 
 
 @app.command()
-def bench(
-    size: Annotated[str, typer.Option(help="Size of GPT-2: 124m, tiny")] = "124m",
-    rounds: Annotated[int, typer.Option(help="How often each system runs")] = 5,
-    steps: Annotated[int, typer.Option(help="Counted steps of a run")] = 15,
-    every: Annotated[int, typer.Option(help="Steps between two checkpoints")] = 5,
-    warmup: Annotated[int, typer.Option(help="Steps before the counted ones")] = 2,
-    systems: Annotated[
-        str | None, typer.Option(help="Names with commas between them [default: most]")
-    ] = None,
-    folder: FolderOption = Path("runs/bench"),
-    results: Annotated[
-        Path | None,
-        typer.Option(
-            help="Gets a JSON line for each run [default: results/bench.jsonl; with --quick or "
-            "--verify below --dir]"
-        ),
-    ] = None,
-    docs: PageOption = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Two rounds of a few systems; for a first look")
-    ] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Load every checkpoint back; times mean nothing then")
-    ] = False,
-    report_only: ReportOption = False,
-) -> None:
-    """Compare systems: what a checkpoint costs the training, and when it is durable."""
-    with _readable_errors():
-        from asymcheck_lab.bench import (
-            QUICK_SYSTEMS,
-            BenchOptions,
-            newest_session,
-            read_records,
-            run_bench,
-        )
-        from asymcheck_lab.bench_report import render
-        from asymcheck_lab.rivals import DEFAULT_SYSTEMS
-
-        if docs is not None and (quick or verify):
-            raise UsageError("docs: expected none with --quick or --verify, found one")
-        published = Path("results/bench.jsonl")
-        results = results or (folder / "trial.jsonl" if quick or verify else published)
-        chosen = QUICK_SYSTEMS if quick else DEFAULT_SYSTEMS
-        if systems is not None:
-            chosen = tuple(name.strip() for name in systems.split(","))
-        options = BenchOptions(
-            size=size,
-            systems=chosen,
-            rounds=min(rounds, 2) if quick else rounds,
-            steps=steps,
-            every=every,
-            warmup=warmup,
-            folder=folder,
-            results=results,
-            verify=verify,
-        )
-        if report_only:
-            records = newest_session(read_records(results))
-        else:
-            records = run_bench(options, lambda line: typer.echo(line, err=True))
-        _show_runs(render(records), records, docs)
-
-
-@app.command()
 def engine(
     tasks: Annotated[
         str | None,
@@ -313,7 +242,7 @@ def engine(
             records = newest_session(read_engine(options.results))
         else:
             records = run_engine(options, lambda line: typer.echo(line, err=True))
-        _show_runs(render(records), records, docs)
+        show_runs(render(records), records, docs)
 
 
 @app.command()
@@ -425,17 +354,6 @@ def fidelity(
             write_into(docs, text, f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
 
 
-def _show_runs(text: str, records: Sequence[Mapping[str, Any]], docs: Path | None) -> None:
-    """Print the tables, write them into a page, and end with 1 where a run failed."""
-    from asymcheck_lab.bench_report import write_into
-
-    typer.echo(text)
-    if docs is not None:
-        write_into(docs, text)
-    if any(record.get("error") for record in records):
-        raise typer.Exit(1)
-
-
 def _writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -488,4 +406,6 @@ def _readable_warnings() -> Iterator[None]:
         yield
 
 
+add_bench(app, _readable_errors)
 add_commands(app, _readable_errors)
+add_report(app, _readable_errors)

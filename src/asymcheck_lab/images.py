@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ DIGITS = "scikit-learn digits"
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _SHIFT = 8
+_HASHED_FILES, _HASHED_BYTES = 4096, 2**16
 
 
 class Images:
@@ -73,15 +75,25 @@ class Images:
         return {"pixel_values": np.ascontiguousarray(pixels), "labels": self._labels[index]}
 
 
-def digits(*, size: int, channels: int) -> tuple[Part, Part]:
-    """The embedded images: those to train on, and those for evaluation."""
+def digits(*, size: int, channels: int, classes: int) -> tuple[Part, Part]:
+    """The embedded images: those to train on, and those for evaluation.
+
+    Raises:
+        DataError: There are more classes than the model has.
+    """
     from PIL import Image
     from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     found = load_digits()
     pixels = (found.images * (255 / 16)).round().astype(np.uint8)
-    sha256 = hashlib.sha256(pixels.tobytes()).hexdigest()
+    sha256 = hashlib.sha256(f"{size} {channels}\n".encode() + pixels.tobytes()).hexdigest()
     labels = found.target.astype(np.int64)
+    if labels.max() >= classes:
+        raise DataError(
+            DIGITS,
+            expected=f"at most {classes} classes, which the model has",
+            found=f"{labels.max() + 1}",
+        )
 
     def made(shifted: bool) -> Images:
         return Images(
@@ -105,24 +117,47 @@ def read_folder(
     Where there are ``train`` and ``val``, each with a folder for each class, they are taken as
     they are; otherwise every twentieth image is for evaluation.
 
+    The fingerprint is of name and length of every image, and of what 4096 of them, evenly
+    chosen, begin with: the first 64 KiB. So it does not take long for any number of images, and
+    is the same for a copy elsewhere; dates would not be.
+
     Raises:
-        DataError: There is no class, one has no image, or there are more than the model has.
+        DataError: There is no class, one has no image, there are more than the model has, or
+            something cannot be read.
     """
-    options: dict[str, Any] = {"size": size, "channels": channels}
-    if not (folder / "train").is_dir() or not (folder / "val").is_dir():
+    try:
+        return _read_folder(folder, classes, size=size, channels=channels)
+    except OSError as failure:
+        raise DataError(
+            str(failure.filename or folder),
+            expected="an image or folder that can be read",
+            found=failure.strerror or str(failure),
+        ) from failure
+
+
+def _read_folder(
+    folder: Path,
+    classes: int,
+    **options: Any,  # noqa: ANN401
+) -> tuple[Images | Part, Images | Part]:
+    train, val = folder / "train", folder / "val"
+    if not train.is_dir() or not val.is_dir():
+        if train.is_dir() and any(p.is_dir() for p in train.iterdir()):
+            raise DataError(
+                str(folder),
+                expected="val beside train, each with a folder for each class, or neither",
+                found="train with folders in it, and no val",
+            )
         names = _classes(folder, classes)
-        train = held_out(_images(folder, names, **options, shifted=True))[0]
-        return train, held_out(_images(folder, names, **options, shifted=False))[1]
-    names = _classes(folder / "train", classes)
-    other = sorted(set(_classes(folder / "val", classes)) ^ set(names))
+        shifted, still = _images(folder, names, **options)
+        return held_out(shifted)[0], held_out(still)[1]
+    names = _classes(train, classes)
+    other = sorted(set(_classes(val, classes)) ^ set(names))
     if other:
         raise DataError(
             str(folder), expected="the same classes in train and val", found=f"{other[:3]} in one"
         )
-    return (
-        _images(folder / "train", names, **options, shifted=True),
-        _images(folder / "val", names, **options, shifted=False),
-    )
+    return _images(train, names, **options)[0], _images(val, names, **options)[1]
 
 
 def _classes(folder: Path, most: int) -> list[str]:
@@ -146,7 +181,12 @@ def _classes(folder: Path, most: int) -> list[str]:
     return names
 
 
-def _images(folder: Path, names: Sequence[str], **options: Any) -> Images:  # noqa: ANN401
+def _images(
+    folder: Path,
+    names: Sequence[str],
+    **options: Any,  # noqa: ANN401
+) -> tuple[Images, Images]:
+    """The images of a folder, shifted and as they are."""
     files: list[Path] = []
     labels: list[int] = []
     for number, name in enumerate(names):
@@ -159,9 +199,14 @@ def _images(folder: Path, names: Sequence[str], **options: Any) -> Images:  # no
             )
         files += of_class
         labels += [number] * len(of_class)
-    sha256 = hashlib.sha256()
-    for path in files:
-        sha256.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
+    sha256 = hashlib.sha256(f"{options['size']} {options['channels']}\n".encode())
+    every = -(-len(files) // _HASHED_FILES)
+    for n, path in enumerate(files):
+        relative = os.fsencode(path.relative_to(folder))
+        sha256.update(b"%d %s %d\n" % (len(relative), relative, path.stat().st_size))
+        if n % every == 0 and path.is_file():
+            with path.open("rb") as file:
+                sha256.update(file.read(_HASHED_BYTES))
 
     def read(index: int) -> Any:  # noqa: ANN401
         from PIL import Image
@@ -169,8 +214,15 @@ def _images(folder: Path, names: Sequence[str], **options: Any) -> Images:  # no
         try:
             with Image.open(files[index]) as image:
                 image.load()
-                return image
-        except (OSError, ValueError, SyntaxError) as bad:  # PIL raises each of them
+        except Exception as bad:  # each format raises something else
             raise DataError(str(files[index]), expected="an image", found=str(bad)) from bad
+        if image.mode.startswith(("I", "F")):  # nearly all of it would become white, or black
+            raise DataError(
+                str(files[index]),
+                expected="an image of 8 bits a channel: convert it",
+                found=f"one of mode {image.mode}",
+            )
+        return image
 
-    return Images(str(folder), read, np.array(labels, np.int64), sha256.hexdigest(), **options)
+    found = (str(folder), read, np.array(labels, np.int64), sha256.hexdigest())
+    return Images(*found, **options, shifted=True), Images(*found, **options, shifted=False)

@@ -121,8 +121,9 @@ class Loader:
                 order = self._order(epoch)
                 future = self._pool.submit(self._make, epoch, end - self._batch, order)
                 self._made.append((epoch, end, future))
-            epoch, end, future = self._made.popleft()
-            made = future.result()
+            epoch, end, future = self._made[0]
+            made = future.result()  # what failed stays the next one, as without workers
+            self._made.popleft()
         self._epoch, self._position = epoch, end
         return made
 

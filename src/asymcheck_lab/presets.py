@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,15 @@ TASKS: Mapping[str, tuple[str, ...]] = {
 """The models, and the tasks of each; the first is taken when none is asked for."""
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+
+# What is not here may be any number from 0 on; the smallest norm still lets something through.
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "batch": (1, inf),
+    "accumulate": (1, inf),
+    "clip_norm": (1e-9, inf),
+    "noise": (0, 1),
+    "channels": (1, 3),
+}
 
 _FOLDER = Path(__file__).parent / "presets"
 _ORDER = ("tiny", "demo", "50", "152", "base", "560m", "large", "10b", "20b")
@@ -63,9 +73,9 @@ class RecipeSettings:
         learning_rate: After the warm-up.
         warmup_steps: Updates until it is reached; constant from then on.
         weight_decay: Of AdamW.
-        clip_norm: Largest norm of the gradients, all together.
+        clip_norm: Largest norm of the gradients, all together; ``inf`` to let them be.
         precision: One of ``PRECISIONS``; bf16 and fp16 by autocast, over fp32 parameters.
-        noise: Share of input tokens that is replaced in three batches of four.
+        noise: Share of input tokens that is replaced in three batches of four; for causal-lm.
         recompute: Forget activations and compute them again in the backward pass.
         evaluate_batches: Held-out batches that an evaluation takes at most.
     """
@@ -192,8 +202,12 @@ def _settings(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         accepted = "int" if wanted == "float" and type(value) is int else wanted
         if type(value).__name__ != accepted:
             raise DataError(where, expected=f"{key} as {wanted}", found=repr(value))
-        if wanted in ("int", "float") and value < 0:
-            raise DataError(where, expected=f"{key} of at least 0", found=repr(value))
+        low, high = _RANGES.get(key, (0, inf))
+        if wanted in ("int", "float") and not low <= value <= high:  # no number is in no range
+            upper = "" if high == inf else f" and at most {high}"
+            raise DataError(where, expected=f"{key} of at least {low}{upper}", found=repr(value))
+        if key == "channels" and value == 2:
+            raise DataError(where, expected="channels: 1 for grey or 3 for colour", found="2")
     missing = [n for n, f in known.items() if f.default is MISSING and n not in values]
     if missing:
         raise DataError(where, expected=f"the keys {missing}", found=f"only {sorted(values)}")

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from asymcheck_lab.data import VOCABULARY
-from asymcheck_lab.errors import UsageError
+from asymcheck_lab.errors import RunError, UsageError
 from asymcheck_lab.families import build
 from asymcheck_lab.loading import Loader, Sample, in_order
 from asymcheck_lab.presets import Preset
@@ -114,9 +114,14 @@ class Recipe:
 
         Where the scaler finds that fp16 overflowed it leaves the update out, and the warm-up
         does not go on.
+
+        Raises:
+            RunError: Without a scaler, a gradient is no number; nothing was changed.
         """
         self.scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.clip_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.clip_norm)
+        if not self.scaler.is_enabled() and not norm.isfinite():
+            raise RunError(f"the norm of the gradients is {norm.item()}; no update was made of it")
         before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from asymcheck.rendering import size_text
-from asymcheck_lab.errors import UsageError
-from asymcheck_lab.families import build, on_meta
+from asymcheck_lab.errors import LabError, UsageError
+from asymcheck_lab.families import blank, build, on_meta, positions
 from asymcheck_lab.presets import Preset
 
 _FULL = 4
@@ -128,16 +128,36 @@ def count_parameters(preset: Preset, task: str) -> int:
         return sum(p.numel() for p in build(preset, task).parameters())
 
 
-def measure(preset: Preset, task: str) -> Measured:
+def measure(preset: Preset, task: str, pretrained: Path | None = None) -> Measured:
     """Count a preset without allocating it; takes seconds for the largest.
 
+    Args:
+        preset: What to count.
+        task: One of the model's tasks.
+        pretrained: A local folder whose configuration is taken.
+
     Raises:
-        LabError: The preset names what does not exist.
+        LabError: The preset or the folder names what does not exist.
+        UsageError: What they say does not go together.
     """
-    with on_meta():
-        model = build(preset, task)
-        parameters = list(model.parameters())
-        kept = _kept_bytes(model, _batch(preset, task))
+    try:
+        with on_meta():
+            model: Any = blank(preset, task, pretrained)
+            most = positions(model.config)
+            if preset.data.context > most:
+                raise UsageError(
+                    f"{preset.name}: expected a context of at most {most} tokens in [data], for "
+                    f"which the model has positions, found {preset.data.context}"
+                )
+            parameters = list(model.parameters())
+            kept = _kept_bytes(model, _batch(preset, task))
+    except LabError:
+        raise
+    except Exception as bad:  # a model raises what it likes about options that it cannot take
+        raise UsageError(
+            f"{preset.name}: expected options that make a model for {task} and data that fit it, "
+            f"found {type(bad).__name__}: {bad}"
+        ) from bad
     if preset.recipe.recompute:
         layers = max(1, int(getattr(model.config, "num_hidden_layers", 1)))
         kept = round(kept * (1 / layers + _INPUT_SHARE))
@@ -155,15 +175,20 @@ def needed_bytes(measured: Measured, *, checkpoints: bool) -> int:
 
 
 def refuse_what_cannot_fit(
-    preset: Preset, task: str, *, checkpoints: bool, device: str = "cpu"
+    preset: Preset,
+    task: str,
+    *,
+    checkpoints: bool,
+    device: str = "cpu",
+    pretrained: Path | None = None,
 ) -> Measured:
     """Say no to a preset that is larger than the memory, before any of it is allocated.
 
     Raises:
         UsageError: It is; says what it needs and what there is.
-        LabError: The preset names what does not exist.
+        LabError: See ``measure``.
     """
-    measured = measure(preset, task)
+    measured = measure(preset, task, pretrained)
     limits = [("memory", needed_bytes(measured, checkpoints=checkpoints), host_bytes())]
     if device != "cpu":
         import torch

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from asymcheck_lab.data import load_text
 from asymcheck_lab.errors import DataError
 from asymcheck_lab.loading import Sample
 from asymcheck_lab.texts import Corpus
@@ -24,6 +25,7 @@ from asymcheck_lab.tokens import Words
 
 _QUOTED = re.compile(r'"([A-Za-z_][A-Za-z_0-9.]{2,30})"')
 _SENTENCE = re.compile(r"[^.?!]*(?:[.?!](?!\s|\Z)[^.?!]*)*[.?!](?=\s|\Z)")
+_HALF_OF_A_PAIR = re.compile(r"[\ud800-\udfff]")
 _GAP = "____"
 _PARAGRAPH = range(120, 700)
 _QUESTION_TOKENS = 64
@@ -80,19 +82,16 @@ def read_squad(path: Path) -> list[Question]:
         DataError: It cannot be read, is no such file, or an answer does not stand where it
             says; names file, line and place.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as failure:
-        raise DataError(
-            str(path), expected="a readable SQuAD file", found=failure.strerror or str(failure)
-        ) from failure
-    except UnicodeDecodeError as bad:
-        raise DataError(str(path), expected="JSON in UTF-8", found=str(bad)) from None
+    text = bytes(load_text(path).tokens).decode("utf-8")
     try:
         root = json.loads(text)
     except json.JSONDecodeError as bad:
         raise DataError(
             f"{path}, line {bad.lineno}, column {bad.colno}", expected="JSON", found=bad.msg
+        ) from None
+    except (ValueError, RecursionError) as bad:  # a number of thousands of digits, or a deep nest
+        raise DataError(
+            f"{path}, line 1", expected="JSON of a SQuAD file", found=str(bad)
         ) from None
     found = list(_Reader(path, text).questions(root))
     if not found:
@@ -141,6 +140,8 @@ class _Reader:
         if type(value) is not kind:
             found = "nothing" if value is None else f"{value!r:.60}"
             self._wrong(f"{where}{key}", f"a {kind.__name__}", found)
+        if kind is str and not value.isascii() and _HALF_OF_A_PAIR.search(value):
+            self._wrong(f"{where}{key}", "text in Unicode", f"{value!r:.60}")
         return value
 
     def _wrong(self, where: str, expected: str, found: str) -> None:
@@ -151,12 +152,17 @@ class _Reader:
 class Spans:
     """Questions as windows of tokens with the ends of the answer.
 
+    Windows of a text must go on by a token at least: ``stride`` is less than ``room_in(context)``.
+
     Args:
         name: Where they are from; for messages.
         questions: At least one.
         tokens: The tokenizer.
         context: Tokens of a window.
         stride: Tokens that two windows of one text share.
+
+    Raises:
+        DataError: The tokenizer leaves nothing of an answer.
     """
 
     def __init__(
@@ -167,7 +173,14 @@ class Spans:
         self._context = context
         self._rows: list[tuple[list[int], list[int], int, int]] = []
         for question in questions:
-            self._rows += _windows(question, tokens, context, stride)
+            try:
+                self._rows += _windows(question, tokens, context, stride)
+            except IndexError:
+                raise DataError(
+                    name,
+                    expected="answers of which the tokenizer leaves something",
+                    found=repr(question.answer),
+                ) from None
         self.sha256 = hashlib.sha256(repr(self._rows).encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -190,6 +203,11 @@ class Spans:
             "start_positions": np.array(start, np.int64),
             "end_positions": np.array(end, np.int64),
         }
+
+
+def room_in(context: int) -> int:
+    """Tokens of a text that fit into a window of ``context`` with the longest question."""
+    return context - min(_QUESTION_TOKENS, context // 2) - 3
 
 
 def _windows(

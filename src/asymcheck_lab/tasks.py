@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from asymcheck_lab.errors import DataError, UsageError
+from asymcheck_lab.families import make_config
 from asymcheck_lab.images import digits, read_folder
 from asymcheck_lab.loading import Samples, held_out
 from asymcheck_lab.presets import Preset
-from asymcheck_lab.squad import Question, Spans, embedded_questions, read_squad
-from asymcheck_lab.texts import Corpus, Windows, read_corpus
+from asymcheck_lab.squad import Question, Spans, embedded_questions, read_squad, room_in
+from asymcheck_lab.texts import Article, Corpus, Windows, read_corpus
 from asymcheck_lab.tokens import Bytes, Words, cache_folder, from_folder, trained
 
 _HELD_EVERY = 20
@@ -54,16 +56,19 @@ def open_data(
         UsageError: The preset does not fit the task.
     """
     data = preset.data
+    if preset.recipe.noise and task != "causal-lm":
+        raise UsageError(
+            f"{preset.name}: expected no noise in [recipe] for {task}, found {preset.recipe.noise}"
+        )
     if task == "image-classification":
         if data.image_size == 0:
             raise UsageError(f"{preset.name}: expected image_size in [data], found none")
-        if path is None:
-            train, held = digits(size=data.image_size, channels=data.channels)
-            return Data(train, held, 0)
-        classes = int(preset.config.get("num_labels", 2))
-        return Data(
-            *read_folder(path, size=data.image_size, channels=data.channels, classes=classes), 0
-        )
+        options: dict[str, int] = {
+            "size": data.image_size,
+            "channels": data.channels,
+            "classes": int(make_config(preset, pretrained).num_labels),
+        }
+        return Data(*(digits(**options) if path is None else read_folder(path, **options)), 0)
     if data.context < 4:
         raise UsageError(
             f"{preset.name}: expected context of at least 4 tokens in [data], found {data.context}"
@@ -83,12 +88,17 @@ def _questions(preset: Preset, path: Path | None, pretrained: Path | None, cache
         name, known = f"questions on {corpus.name}", corpus
     else:
         questions = read_squad(path)
-        load = path.read_bytes()
-        name, known = str(path), _corpus_of(path, load, questions)
+        name, known = str(path), _corpus_of(path, questions)
     tokens = _tokens(preset, "span-qa", known, pretrained, cache)
     if isinstance(tokens, Bytes):
         raise UsageError(f"{preset.name}: expected vocabulary in [data], which span-qa needs")
     context, stride = preset.data.context, preset.data.stride
+    room = room_in(context)
+    if stride >= room:
+        raise UsageError(
+            f"{preset.name}: expected a stride in [data] of less than the {room} tokens that a "
+            f"context of {context} leaves for the text, found {stride}"
+        )
     numbers = {text: n for n, text in enumerate(dict.fromkeys(q.context for q in questions))}
     parts: tuple[list[Question], list[Question]] = ([], [])
     for question in questions:  # all that is asked of one text stays together
@@ -97,13 +107,11 @@ def _questions(preset: Preset, path: Path | None, pretrained: Path | None, cache
     return Data(train, held, tokens.size)
 
 
-def _corpus_of(path: Path, load: bytes, questions: Sequence[Question]) -> Corpus:
-    from hashlib import sha256
-
-    from asymcheck_lab.texts import Article
-
-    texts = dict.fromkeys(q.context for q in questions)
-    return Corpus(str(path), [Article("", text) for text in texts], sha256(load).hexdigest())
+def _corpus_of(path: Path, questions: Sequence[Question]) -> Corpus:
+    texts = list(dict.fromkeys(q.context for q in questions))
+    # Of the texts, not of the file: the same file read as plain text is another corpus.
+    sha256 = hashlib.sha256(repr(texts).encode()).hexdigest()
+    return Corpus(str(path), [Article("", text) for text in texts], sha256)
 
 
 def _tokens(
@@ -118,8 +126,8 @@ def _tokens(
         tokens = Bytes()
     else:
         raise UsageError(f"{preset.name}: expected vocabulary in [data], which {task} needs")
-    room = int(preset.config.get("vocab_size", tokens.size))
-    if pretrained is None and tokens.size > room:
+    room = int(make_config(preset, pretrained).vocab_size)
+    if tokens.size > room:
         raise DataError(
             corpus.name,
             expected=f"at most {room} tokens, which the model has",

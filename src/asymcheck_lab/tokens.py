@@ -70,6 +70,8 @@ class Words:
     """
 
     def __init__(self, engine: Any, where: str) -> None:  # noqa: ANN401  no types there
+        engine.no_truncation()  # a published one may cut off or fill up whatever it encodes
+        engine.no_padding()
         self.engine = engine
         self.size: int = engine.get_vocab_size()
         self.begin = self._special("[CLS]", where)

@@ -146,7 +146,11 @@ def train(options: TrainOptions, observer: Observer | None = None) -> Result:
     preset, task = options.preset(), task_of(options.model, options.task)
     check_precision(preset.recipe.precision, options.device)
     refuse_what_cannot_fit(
-        preset, task, checkpoints=options.root is not None, device=options.device
+        preset,
+        task,
+        checkpoints=options.root is not None,
+        device=options.device,
+        pretrained=options.pretrained,
     )
     data = open_data(preset, task, options.data, pretrained=options.pretrained)
     with _deterministic(options), LogWriter(options.log) as log:
@@ -232,7 +236,10 @@ class _Job:
         value = self._recipe.forward()
         if not math.isfinite(value):
             raise RunError(f"step {step}: the loss is {value}; nothing was saved from it")
-        self._recipe.update()
+        try:
+            self._recipe.update()
+        except RunError as bad:
+            raise RunError(f"step {step}: {bad}") from bad
         if checkpointer is not None:
             checkpointer.step(step, metrics={"loss": value})
         seconds, due = perf_counter() - begin_s, self._options.evaluate_every

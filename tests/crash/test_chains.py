@@ -153,7 +153,9 @@ def bases(training: Training) -> dict[int, int]:
 def test_each_checkpoint_of_a_chain_can_be_restored(name: str, fidelity: Fidelity) -> None:
     training = Training(MemoryStore(), strategy_of(name, fidelity))
     training.train(range(1, STEPS + 1))
-    assert training.check() == list(range(1, STEPS + 1))
+    # What stays in memory gives way to the next; the last one comes to the store at the end.
+    stays = strategies[name].placement.durable is not None
+    assert training.check() == ([STEPS] if stays else list(range(1, STEPS + 1)))
     labels = {g.label for r in training.reports.values() for g in r.groups}
     fidelities = {r.fidelity for r in training.reports.values()}
     if name in ("asymcheck-s", "asymcheck-so"):

@@ -21,10 +21,13 @@ import pytest
 import torch
 from torch import nn
 
-from asymcheck import Checkpointer, Strategy
+from asymcheck import Checkpointer, Strategy, strategies
 from asymcheck.errors import CheckpointWarning, DroppedCheckpoint
 from asymcheck.planning.adaptive import Adaptive
+from asymcheck.planning.cadence import EverySteps
 from asymcheck.planning.plan import IdleProportional, Partitioner, Uniform, Whole
+from asymcheck.planning.policy import Admission
+from asymcheck.planning.tiers import Placement
 from asymcheck.session import Handle
 from asymcheck.storage.memory import MemoryStore
 
@@ -128,6 +131,9 @@ class Training:
         root = self.root if isinstance(self.root, MemoryStore) else str(self.root)
         reader = Checkpointer(root, state={"m": self.model, "o": self.optimizer}, read_only=True)
         whole = sorted({h.step for h in self.handles} - {d.step for d in dropped})
+        tiers = {h.step: h.durable.result().tier for h in self.handles if h.step in whole}
+        # What is in memory alone gives way to the next, and the last one comes to the store.
+        whole = [s for s in whole if tiers[s] == "store" or s == whole[-1]]
         assert reader.steps() == whole
         for step in whole:
             reader.restore(step)
@@ -218,6 +224,55 @@ def test_through_a_process_and_a_disk_nothing_is_torn_either(kind: str, tmp_path
     for step in range(1, 7):
         training.save(step)
         training.update()
+    training.close()
+    assert training.check() == []
+
+
+# --- however it is captured, wherever it goes ---------------------------------
+
+STRATEGIES = {
+    **{name: strategies[name] for name in ("checkfreq", "gemini", "naive")},
+    "device-copy": Strategy(capture="device-copy"),
+    "device-copy-planned": Strategy(capture="device-copy", partitioner=Uniform()),
+    "memory-and-store": Strategy(
+        admission=Admission(max_in_flight=2), placement=Placement(durable=EverySteps(2))
+    ),
+    "device-copy-in-memory": Strategy(
+        capture="device-copy",
+        admission=Admission(max_in_flight=2),
+        placement=Placement(durable=EverySteps(2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_with_every_way_to_capture_and_to_place_nothing_is_torn(kind: str, name: str) -> None:
+    training = Training(kind, MemoryStore(), strategy=STRATEGIES[name])
+    _delays(training, 0.001)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        for step in range(1, STEPS + 1):
+            training.save(step)
+            act, fenced = training.random.choice(list(DISTURBANCES.values()))
+            with training.checkpointer.update() if fenced else nullcontext():
+                act(training)
+            training.update()
+    training.close()
+    dropped = training.check()
+    if STRATEGIES[name].capture in ("device-copy", "blocking"):
+        assert dropped == []  # nothing that happens after the boundary can reach it
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_clone_needs_no_fence_at_all(kind: str) -> None:
+    training = Training(kind, MemoryStore(), strategy=Strategy(capture="device-copy"))
+    training.without_fence()
+    _delays(training, 0.002)
+    for step in range(1, STEPS + 1):
+        training.save(step)
+        for _ in range(3):
+            training.update()
     training.close()
     assert training.check() == []
 

@@ -51,7 +51,9 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     expected = {
         str(p.relative_to(source))
         for p in source.rglob("*")
-        if p.is_file() and "__pycache__" not in p.parts and p.suffix in (".py", ".typed", ".toml")
+        if p.is_file()
+        and "__pycache__" not in p.parts
+        and p.suffix in (".py", ".typed", ".toml", ".j2", ".css", ".js")
     }
     assert code == expected
     assert any(n.endswith("/LICENSE") for n in names)

@@ -32,15 +32,21 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("capture", ["lazy", "device-copy", "profiled"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("pinned", [True, False])
-def test_each_checkpoint_holds_the_state_of_its_boundary(tmp_path, fused, pinned, monkeypatch):
+def test_each_checkpoint_holds_the_state_of_its_boundary(
+    tmp_path, fused, pinned, capture, monkeypatch
+):
     if not pinned:
         monkeypatch.setattr(Pinning, "is_pinned", lambda self, slot: False)
     model, optimizer = build(fused=fused)
     recorded = {}
     with asymcheck.Checkpointer(
-        tmp_path / "run", state={"model": model, "optim": optimizer}, every_steps=1
+        tmp_path / "run",
+        state={"model": model, "optim": optimizer},
+        every_steps=1,
+        strategy=asymcheck.Strategy(capture=capture),
     ) as checkpointer:
         checkpointer.restore()
         checkpointer._snapshotter.copier.between = lambda: time.sleep(0.002)
@@ -59,10 +65,13 @@ def test_each_checkpoint_holds_the_state_of_its_boundary(tmp_path, fused, pinned
             assert torch.equal(found, expected)
 
 
-def test_saving_does_not_make_the_host_wait_for_the_device(tmp_path):
+@pytest.mark.parametrize("capture", ["lazy", "device-copy", "profiled"])
+def test_saving_does_not_make_the_host_wait_for_the_device(tmp_path, capture):
     model, optimizer = build()
     with asymcheck.Checkpointer(
-        tmp_path / "run", state={"model": model, "optim": optimizer}
+        tmp_path / "run",
+        state={"model": model, "optim": optimizer},
+        strategy=asymcheck.Strategy(capture=capture),
     ) as checkpointer:
         checkpointer.restore()
         update(model, optimizer)

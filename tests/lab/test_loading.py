@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -48,6 +48,25 @@ def test_an_epoch_has_each_sample_once_and_the_next_one_another_order():
     ]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
     assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("cuts", [(1,), (5,), (6,), (3, 4), (2, 7, 8, 16)])
+def test_each_sample_comes_once_per_epoch_however_often_a_run_is_cut_and_resumed(
+    workers: int, cuts: tuple[int, ...]
+):
+    seen: list[int] = []
+    state = None
+    for begin, end in pairwise([0, *cuts, 18]):
+        loader = Loader(Numbers(12), batch=2, seed=3, workers=workers)
+        if state is not None:
+            loader.load_state_dict(state)
+        seen += [n for batch in take(loader, end - begin) for n in batch["n"]]
+        state = json.loads(json.dumps(loader.state_dict()))
+        take(loader, 2)  # trained on and lost: the crash comes after the checkpoint
+        loader.close()
+    epochs = [seen[i : i + 12] for i in (0, 12, 24)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 3
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -150,7 +150,7 @@ GOOD = "[recipe]\nbatch = 2\nlearning_rate = 1\nwarmup_steps = 1\n"
         ("[recipee]\n", "found 'recipee'; did you mean 'recipe'?"),
         ("[recipe]\nbach = 2\n", r"table \[recipe\]: expected one of .* did you mean 'batch'?"),
         ("[recipe]\nbatch = 'x'\n", "expected batch as int, found 'x'"),
-        ("[recipe]\nbatch = -1\n", "expected batch of at least 0, found -1"),
+        ("[recipe]\nbatch = -1\n", "expected batch of at least 1, found -1"),
         ("[recipe]\nbatch = 2\n", r"expected the keys \['learning_rate', 'warmup_steps'\]"),
         (GOOD + "[data]\ncontxt = 2\n", "did you mean 'context'?"),
         ("batch = two\n", "line 1, column 9"),

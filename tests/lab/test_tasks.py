@@ -12,6 +12,7 @@ from PIL import Image
 
 import asymcheck_lab.tokens
 from asymcheck_lab.errors import DataError, UsageError
+from asymcheck_lab.families import make_config
 from asymcheck_lab.images import digits, read_folder
 from asymcheck_lab.presets import load_preset
 from asymcheck_lab.squad import Spans, embedded_questions, read_squad
@@ -262,7 +263,7 @@ def test_a_file_that_is_no_image_is_named_when_it_is_read(tmp_path: Path):
 
 
 def test_the_embedded_digits_are_shifted_to_train_and_never_to_evaluate():
-    train, held = digits(size=16, channels=1)
+    train, held = digits(size=16, channels=1, classes=10)
     assert len(train) + len(held) == 1797
     one = [train.sample(0, np.random.default_rng(n))["pixel_values"] for n in range(5)]
     assert any((a != one[0]).any() for a in one)
@@ -293,6 +294,7 @@ def test_the_tokenizer_of_a_pretrained_folder_is_taken(tmp_path: Path, words: Wo
     with pytest.raises(DataError, match=r"tokenizer.json: expected a tokenizer"):
         open_data(preset, "masked-lm", pretrained=tmp_path)
     words.engine.save(str(tmp_path / "tokenizer.json"))
+    make_config(preset).save_pretrained(tmp_path)
     assert open_data(preset, "masked-lm", pretrained=tmp_path).vocabulary == 600
 
 

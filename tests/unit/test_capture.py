@@ -24,9 +24,9 @@ from asymcheck import Checkpointer, CorruptCheckpoint, Strategy
 from asymcheck.capture import (
     CANARIES_PER_LEAF,
     Canary,
+    CanaryWatch,
     Capture,
     dump_capture,
-    find_torn_leaf,
     parse_capture,
     place_canary,
 )
@@ -113,8 +113,9 @@ def test_a_description_that_was_cut_short_is_refused(cut: int) -> None:
         parse_capture(dump_capture(_capture())[:cut], "slot 7")
 
 
-@given(st.sampled_from([0, 7]), st.integers(0, 20))
-def test_one_changed_canary_byte_names_its_leaf(byte: int, turn: int) -> None:
+@given(st.sampled_from([0, 7]), st.integers(0, 20), st.integers(1, 32))
+def test_one_changed_canary_byte_names_its_leaf(byte: int, turn: int, part_bytes: int) -> None:
+    """Whichever parts of the image are compared one after the other, also through a spot."""
     first = place_canary(0, 0, 24, 4, turn)
     second = place_canary(1, 24, 8, 1, turn)
     image = bytearray(random.Random(0).randbytes(32))
@@ -124,11 +125,18 @@ def test_one_changed_canary_byte_names_its_leaf(byte: int, turn: int) -> None:
         for c in (first, second)
         for i in range(c.count)
     )
-    assert find_torn_leaf(capture, memoryview(image), memoryview(values)) is None
+
+    def torn_leaf() -> str | None:
+        watch = CanaryWatch(capture, memoryview(values))
+        for start in range(0, 32, part_bytes):
+            watch.compare(Extent(start, min(start + part_bytes, 32)), memoryview(image))
+        return watch.torn_leaf
+
+    assert torn_leaf() is None
     image[24 + byte] ^= 1
-    assert find_torn_leaf(capture, memoryview(image), memoryview(values)) == "m/b"
+    assert torn_leaf() == "m/b"
     image[3] ^= 0x80
-    assert find_torn_leaf(capture, memoryview(image), memoryview(values)) == "m/\N{SNOWMAN}"
+    assert torn_leaf() == "m/\N{SNOWMAN}"
 
 
 # --- a training with its hand on the copying thread -------------------------

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
@@ -116,6 +117,7 @@ def write(
     used = strategy or Strategy(partitioner=Adaptive())
     tracer = Tracer(path, discard, used)
     made = decision or Decision(HELD, Gate("windows", 0.1), 4 * MiB, 0.004, "it saves time")
+    tracer.cadence = "every 10 steps, as asked for"
     for step in steps or (30,):
         tracer.begin(step, 0.0, lazy_bytes=LAZY, eager_bytes=MiB)
         if planned:
@@ -197,6 +199,15 @@ def test_choices_and_batches_have_their_numbers(path: Path) -> None:
     assert "batches: 2, 12.0 MiB; the store took 300.0 ms for them" in text
     assert "0 100.0 100.0 4.0 MiB 42" in rows
     assert "1 500.0 200.0 8.0 MiB 42" in rows
+
+
+def test_how_often_is_saved_and_why_is_told_where_it_is_known(path: Path) -> None:
+    assert "How often is saved: every 10 steps, as asked for." in shown("explain", path)
+    assert json.loads(run("explain", path, "--json").stdout)["cadence"].startswith("every 10")
+    told = json.loads(path.read_text())
+    del told["cadence"]  # as it was before traces had it
+    path.write_text(json.dumps(told, separators=(",", ":")) + "\n")
+    assert not [line for line in shown("explain", path) if "often" in line]
 
 
 def test_of_many_batches_the_longest_are_shown(tmp_path: Path) -> None:
@@ -339,6 +350,14 @@ def test_what_took_longest_is_named(spans: list[tuple[str, float, float]], blame
     assert longest.why in what_bounded(trace).partition("; besides")[0]
 
 
+def test_of_what_stays_in_memory_the_copy_is_named_and_no_persister() -> None:
+    trace = traced([STALL, ("copy", 0.01, 0.1), ("fence", 0.2, 0.21)], 0.21)
+    trace = replace(trace, report=replace(trace.report, tier="memory", stored_bytes=0))
+    assert "persister" not in what_bounded(trace)
+    assert sum(share.seconds for share in shares(trace)) == pytest.approx(0.21)
+    assert shares(trace)[2].seconds == pytest.approx(0.1 - shares(trace)[0].seconds)
+
+
 @given(
     st.lists(
         st.tuples(
@@ -349,6 +368,8 @@ def test_what_took_longest_is_named(spans: list[tuple[str, float, float]], blame
     ),
     st.floats(0.0, 10.0),
 )
+@example([("flush", -1.0, -1.0)], 0.0)
+@example([("stall", -1.0, -1.0)], 1.0)
 def test_the_shares_sum_to_the_whole_time_whatever_overlaps(
     spans: list[tuple[str, float, float]], durable_s: float
 ) -> None:

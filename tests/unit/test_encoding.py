@@ -106,7 +106,14 @@ class Bench:
     ) -> Durable:
         capture, image = captured(CheckpointId(self.attempt, step), values)
         return write_checkpoint(
-            self.repository, capture, image, lambda _: None, check, retention, discard, self.chooser
+            self.repository,
+            capture,
+            image,
+            lambda extent, upto: None,
+            check,
+            retention,
+            discard,
+            self.chooser,
         )
 
     def at(self, step: int) -> CheckpointId:

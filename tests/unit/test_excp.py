@@ -167,7 +167,7 @@ class Chain:
             boundary_s=float(step), kinds=tuple(kind for _, kind in rows),
         )  # fmt: skip
         write_checkpoint(
-            self.repository, capture, memoryview(image), lambda upto: None, lambda: None,
+            self.repository, capture, memoryview(image), lambda extent, upto: None, lambda: None,
             Retention(), lambda span: None, self.chooser,
         )  # fmt: skip
         with self.repository.open(capture.at) as opened:

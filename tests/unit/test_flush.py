@@ -16,9 +16,10 @@ from asymcheck.planning.batching import FixedBytes, Ready
 from asymcheck.planning.layout import CHUNK_BYTES, Extent, KiB
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage import flush as flushing
-from asymcheck.storage.flush import Batch, Encoded, Flushed, flush
+from asymcheck.storage.flush import Batch, Encoded, Flushed, even_pack_bytes, flush
 from asymcheck.storage.local import Files, LocalStore
 from asymcheck.storage.memory import MemoryStore
+from asymcheck.storage.packs import groups
 from asymcheck.storage.store import Buffer, read_all
 from asymcheck.testing.faulty import Fault, FaultyStore
 
@@ -177,6 +178,69 @@ def test_padded_chunks_reach_the_store_without_a_copy(workers: int) -> None:
     assert flushed.packs[0].nbytes == 2 * RAW + PAGE + RAW - 100
     del seen[:]
     image.extend(b"!")  # no view is left: a bytearray with one cannot grow
+
+
+@pytest.mark.parametrize(
+    ("policy", "writes"),
+    [
+        (Ready(), [[0], [1, 2, 3], [4], [5, 6]]),  # what is ready then, and not what is not
+        (Ready(2 * RAW), [[0], [1, 2], [3], [4], [5, 6]]),
+        (FixedBytes(1), [[0], [1], [2], [3], [4], [5], [6]]),
+    ],
+)
+def test_without_workers_neighbours_that_are_ready_are_one_part(
+    policy: Ready | FixedBytes, writes: list[list[int]]
+) -> None:
+    """Chunk 4 is not padded, and chunk 0 is copied while all others are not."""
+    image = memoryview(bytearray(range(1, 252)) * (7 * RAW // 251 + 1))[: 7 * RAW]
+    chunks = [Extent(e.start, e.stop - 100 * (i == 2)) for i, e in enumerate(extents(7))]
+    image[chunks[2].stop : 3 * RAW] = bytes(100)
+    begun: list[Extent] = []
+    given: list[bytes] = []
+    freed: list[tuple[int, int]] = []
+
+    def encode(extent: Extent) -> Encoded:
+        begun.append(extent)
+        padded = image[extent.start : -(-extent.stop // PAGE) * PAGE]
+        return Encoded(
+            image[extent.start : extent.stop], "raw", padded if extent != chunks[4] else None
+        )
+
+    def write(store: WriteStore, name: str, parts: Iterable[Buffer]) -> int:
+        def noted() -> Iterator[Buffer]:
+            for part in parts:
+                given.append(bytes(part))
+                yield part
+
+        return store.keep(name, noted())
+
+    batches: list[Batch] = []
+    flushed = run(
+        WriteStore(write),
+        chunks,
+        encode=encode,
+        policy=policy,
+        observe=batches.append,
+        image=image,
+        is_ready=lambda extent: len(begun) > 0 and bool(given),
+        written=lambda extent: freed.append((chunks.index(extent), len(given))),
+    )
+    expected = [bytes(image[chunks[w[0]].start : (w[-1] + 1) * RAW]) for w in writes]
+    assert given == expected
+    assert [b.chunks for b in batches] == [len(w) for w in writes]
+    assert freed == [(i, n) for n, w in enumerate(writes, 1) for i in w]
+    assert [c.offset for c in flushed.chunks] == [c.start for c in chunks]
+    assert begun == chunks
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 100])
+@pytest.mark.parametrize("packs", [1, 2, 3, 4])
+def test_packs_of_about_the_same_size(count: int, packs: int) -> None:
+    chunks = extents(count)
+    found = [len(g) for g in groups(chunks, even_pack_bytes(chunks, packs))]
+    assert sum(found) == count
+    assert len(found) == min(packs, count, -(-count // max(found)))
+    assert max(found) <= -(-count // packs)
 
 
 def test_a_merged_part_is_one_write_past_the_page_cache(tmp_path: Path) -> None:

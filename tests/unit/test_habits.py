@@ -16,6 +16,7 @@ LIBRARY = SRC / "asymcheck"
 MODULES = sorted(SRC.rglob("*.py"))
 WITH_TORCH = {
     "device",
+    "keeping.py",
     "options.py",
     "recovery.py",
     "session.py",

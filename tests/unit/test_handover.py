@@ -30,12 +30,12 @@ from asymcheck.memory.arena import (
     SHARED_MEMORY,
     Slot,
     SlotState,
-    _Word,
     slot_name,
     slots_of,
 )
 from asymcheck.memory.holding import Hold, Part
 from asymcheck.memory.process import ProcessId
+from asymcheck.memory.slot import _Word
 from asymcheck.planning.layout import Extent
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.index import Leaf

@@ -16,8 +16,9 @@ import pytest
 from asymcheck.capture import Capture, dump_capture
 from asymcheck.events import discard
 from asymcheck.handover import left_over, living_owners, take_over
-from asymcheck.memory.arena import Slot, SlotState, _Word, slot_name
+from asymcheck.memory.arena import Slot, SlotState, slot_name
 from asymcheck.memory.holding import Hold, Part, is_held
+from asymcheck.memory.slot import _Word
 from asymcheck.planning.layout import PAGE_BYTES
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.repair import plan_repair, remnants, remove_remnants

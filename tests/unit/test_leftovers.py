@@ -20,7 +20,8 @@ from asymcheck.capture import Capture, dump_capture
 from asymcheck.errors import OptionError, StoreError, SupersededWriter
 from asymcheck.events import discard
 from asymcheck.handover import LeftOver, finish, left_over, living_owners, take_over
-from asymcheck.memory.arena import ProcessId, Slot, SlotState, _Word, slot_name
+from asymcheck.memory.arena import ProcessId, Slot, SlotState, slot_name
+from asymcheck.memory.slot import _Word
 from asymcheck.persist import persist
 from asymcheck.planning.layout import Extent
 from asymcheck.planning.retention import CheckpointId, Retention
@@ -114,7 +115,8 @@ def test_slots_of_the_dead_are_left_over_and_those_of_the_living_are_not(
 ) -> None:
     of_dead = make_slot(tmp_path, repository, dead)
     make_slot(tmp_path, repository, os.getpid())
-    assert left_over(repository.run, tmp_path) == [LeftOver(of_dead, NOBODY, is_sealed=True)]
+    at = CheckpointId(1, 3)
+    assert left_over(repository.run, tmp_path) == [LeftOver(of_dead, NOBODY, True, at=at)]
     assert left_over(None, tmp_path) == left_over(repository.run, tmp_path)
     assert left_over("0" * 32, tmp_path) == []
     assert living_owners(repository.run, tmp_path) == [os.getpid()]

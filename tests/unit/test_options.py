@@ -12,6 +12,7 @@ import torch
 
 from asymcheck import Checkpointer
 from asymcheck.errors import OptionError
+from asymcheck.planning.cadence import Never, OverheadBudget
 from asymcheck.planning.policy import Admission
 from asymcheck.storage.memory import MemoryStore
 
@@ -42,7 +43,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"every_seconds": True}, "every_seconds: expected a number of seconds above 0"),
     ({"every_seconds": math.nan}, "every_seconds: expected a number .* found nan"),
     ({"every_seconds": 0}, "every_seconds: expected a number .* found 0"),
-    ({"every_steps": 5, "every_seconds": 5.0}, "expected every_steps or every_seconds, found both"),
+    ({"every_steps": 5, "every_seconds": 5.0}, "expected one of .*, found every_steps and every_s"),
+    ({"every_steps": 5, "cadence": Never()}, "expected one of .*, found every_steps and cadence"),
+    ({"cadence": 0.02}, r"cadence: expected one of asymcheck.planning.cadence, .* found 0\.02"),
+    ({"cadence": OverheadBudget}, "cadence: expected one of .*OverheadBudget.0.02., found <class"),
     ({"keep_last": 1.5}, r"keep_last: expected an integer from 1 on, found 1\.5"),
     ({"keep_last": "3"}, "keep_last: expected an integer from 1 on, found '3'"),
     ({"keep_every": 2}, "keep_last: expected a number with keep_every"),

@@ -31,7 +31,9 @@ from asymcheck.errors import (
 from asymcheck.events import Sink, Span, Stage, discard, guarded
 from asymcheck.memory.arena import SHARED_MEMORY, Arena, Slot, SlotState, slots_of
 from asymcheck.memory.process import ProcessId
+from asymcheck.memory.slot import GivenUp
 from asymcheck.messages import Durable, describe_error, rebuild_error
+from asymcheck.persist import persist
 from asymcheck.persister import Persister, PersistProcess, PersistThread
 from asymcheck.planning.layout import PAGE_BYTES, Extent
 from asymcheck.planning.retention import CheckpointId, Retention
@@ -63,12 +65,12 @@ def content(step: int) -> bytes:
 class Bench:
     """A repository, an arena, and persisters on them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, ring_bytes: int | None = None) -> None:
         self.root = root
         self.repository = create_repository(open_store(str(root)))
         self.repository.claim(None)
         self.run = self.repository.run
-        self.arena = Arena(self.run, 0, 4, lambda message: None)
+        self.arena = Arena(self.run, 0, 4, lambda message: None, ring_bytes=ring_bytes)
         self.spans: list[Span] = []
         self._made: list[Persister] = []
 
@@ -90,8 +92,8 @@ class Bench:
         self._made.append(made)
         return made
 
-    def thread(self, sink: Sink | None = None) -> PersistThread:
-        made = PersistThread(self.repository, Retention(), sink or self.spans.append)
+    def thread(self, sink: Sink | None = None, **options: int) -> PersistThread:
+        made = PersistThread(self.repository, Retention(), sink or self.spans.append, **options)
         self._made.append(made)
         return made
 
@@ -108,7 +110,7 @@ class Bench:
             versions={},
             created_s=0.0,
             boundary_s=0.0,
-            canaries=(Canary(0, 0, 1, len(canary), 1),) if canary else (),
+            canaries=(Canary(0, 0, SIZE - 1, len(canary), 1),) if canary else (),
         )
         meta = dump_capture(capture)
         slot = self.arena.reserve(SIZE + PAGE_BYTES, len(meta), WAIT_S)
@@ -120,6 +122,14 @@ class Bench:
     def fill(self, slot: Slot, step: int, upto: int = SIZE) -> None:
         slot.image[:upto] = content(step)[:upto]
         slot.copied_bytes = upto
+
+    def copy(self, slot: Slot, step: int, start: int = 0, stop: int = SIZE) -> None:
+        """As the copying thread does: memory first, a page at a time."""
+        for lo in range(start, stop, PAGE_BYTES):
+            hi = min(lo + PAGE_BYTES, stop)
+            slot.take_next(Extent(lo, hi))
+            slot.image[lo:hi] = content(step)[lo:hi]
+            slot.copied_bytes = hi
 
     def seal(self, slot: Slot, step: int) -> None:
         self.fill(slot, step)
@@ -228,6 +238,169 @@ def test_a_canary_that_differs_drops_the_checkpoint_and_names_leaf_and_step(
     assert (dropped.value.step, dropped.value.key) == (7, "w")
     assert bench.steps() == []
     bench.arena.free(slot)
+
+
+# --- several at a time ------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_report_is_about_its_own_slot_whatever_order_they_end_in(bench: Bench, kind: str) -> None:
+    options = {"at_once": 2, "writers": 2}
+    persister = bench.process(**options) if kind == "process" else bench.thread(**options)
+    slow = bench.slot(1)
+    first = persister.begin(slow, 1)  # nothing of it is copied yet
+    for step in (2, 3):
+        assert bench.save(persister, step).result(WAIT_S).step == step
+    assert bench.steps() == [2, 3]
+    assert not first.done()
+    bench.seal(slow, 1)
+    assert first.result(WAIT_S).step == 1
+    bench.arena.free(slow)
+    assert bench.steps() == [1, 2, 3]
+    for step in (1, 2, 3):
+        assert bench.read(step) == content(step)
+        with bench.repository.open(CheckpointId(1, step)) as opened:
+            (index,) = opened.indexes
+            assert [o.nbytes for o in index.packs] == [2 * PAGE_BYTES, PAGE_BYTES + 100]
+
+
+def test_of_two_at_work_only_the_one_that_kills_is_given_up(bench: Bench) -> None:
+    persister = bench.process("op=write&name=step-00000001/*&do=kill&times=0", at_once=2)
+    innocent = bench.slot(2)
+    second = persister.begin(innocent, 2)
+    until(lambda: persister._jobs[innocent.token].begun, "it is at work")
+    first = bench.save(persister, 1)
+    until(lambda: persister._jobs[innocent.token].ends == 1, "both are blamed for the first death")
+    bench.seal(innocent, 2)
+    with pytest.raises(StoreError, match="step 1: the persister process failed 3 times"):
+        first.result(WAIT_S)
+    assert second.result(WAIT_S).step == 2
+    bench.arena.free(innocent)
+    assert bench.steps() == [2]
+
+
+# --- a bounded ring ---------------------------------------------------------
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path / "root", ring_bytes=2 * PAGE_BYTES)
+    yield made
+    made.close()
+
+
+def image_bytes(slot: Slot, empty_bytes: int) -> int:
+    return os.fstat(slot.fd).st_blocks * 512 - empty_bytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_larger_than_the_ring_goes_through_it(ring: Bench, kind: str) -> None:
+    persister = ring.process() if kind == "process" else ring.thread()
+    for step in (1, 2, 3):
+        slot = ring.slot(step)
+        empty_bytes = os.fstat(slot.fd).st_blocks * 512
+        future = persister.begin(slot, step)
+        ring.copy(slot, step)
+        slot.state = SlotState.SEALED
+        assert future.result(WAIT_S).step == step
+        assert image_bytes(slot, empty_bytes) == 0
+        ring.arena.free(slot)
+        assert ring.read(step) == content(step)
+
+
+def test_slots_together_never_hold_more_than_the_ring(ring: Bench) -> None:
+    first, second = ring.slot(1), ring.slot(2)
+    empty_bytes = os.fstat(first.fd).st_blocks * 512
+    ring.copy(first, 1, stop=PAGE_BYTES)
+    ring.copy(second, 2, stop=PAGE_BYTES)
+    copying = threading.Thread(target=lambda: ring.copy(first, 1, PAGE_BYTES))
+    copying.start()
+    copying.join(0.1)  # nothing may happen: a wrong one would go on
+    assert first.copied_bytes == PAGE_BYTES
+    assert image_bytes(first, empty_bytes) == image_bytes(second, empty_bytes) == PAGE_BYTES
+    persister = ring.thread()
+    futures = [persister.begin(first, 1), persister.begin(second, 2)]
+    copying.join(WAIT_S)
+    assert not copying.is_alive(), "what was written made room"
+    first.state = SlotState.SEALED
+    ring.copy(second, 2, PAGE_BYTES)
+    second.state = SlotState.SEALED
+    assert [f.result(WAIT_S).step for f in futures] == [1, 2]
+    for slot in (first, second):
+        ring.arena.free(slot)
+    assert [ring.read(step) for step in (1, 2)] == [content(1), content(2)]
+
+
+def test_a_process_that_dies_loses_what_it_gave_back_of_and_nothing_else(ring: Bench) -> None:
+    persister = ring.process()
+    slot, queued = ring.slot(1), ring.slot(2)
+    first, second = persister.begin(slot, 1), persister.begin(queued, 2)
+    ring.copy(slot, 1, stop=2 * PAGE_BYTES)
+    until(lambda: slot.is_torn, "a chunk of it is written")
+    os.kill(persister.pid, signal.SIGKILL)
+    with pytest.raises(DroppedCheckpoint, match="given memory of it back"):
+        first.result(WAIT_S)
+    with pytest.raises(GivenUp, match="failed before all of it was copied"):
+        ring.copy(slot, 1, 2 * PAGE_BYTES)
+    ring.arena.free(slot)
+    ring.copy(queued, 2)
+    queued.state = SlotState.SEALED
+    assert second.result(WAIT_S).step == 2
+    ring.arena.free(queued)
+    assert ring.steps() == [2]
+    assert not list(ring.root.glob("step-*1/*"))
+
+
+def test_a_copy_that_waits_for_room_hears_that_the_store_failed(ring: Bench) -> None:
+    persister = ring.process("op=write&name=*.pack&do=EIO")
+    slot = ring.slot(1)
+    future = persister.begin(slot, 1)
+    with pytest.raises(GivenUp):
+        ring.copy(slot, 1)
+        ring.copy(slot, 1, SIZE, SIZE + 1)  # it may fail so late that all of it was copied
+    with pytest.raises(StoreError, match="injected"):
+        future.result(WAIT_S)
+    ring.arena.free(slot)
+
+
+def test_a_copy_that_waits_for_room_ends_when_there_is_no_more_time(ring: Bench) -> None:
+    slot = ring.slot(1)
+    ring.arena.give_up_after(0.0)
+    with pytest.raises(GivenUp, match="became free in time"):
+        ring.copy(slot, 1)
+    assert slot.copied_bytes == 2 * PAGE_BYTES
+    ring.arena.free(slot)
+
+
+def test_what_gave_memory_back_is_not_written_again_but_may_be_committed(ring: Bench) -> None:
+    slot = ring.slot(1)
+    ring.copy(slot, 1, stop=PAGE_BYTES)
+    slot.release(Extent(0, PAGE_BYTES))
+    slot.state = SlotState.SEALED
+    with pytest.raises(DroppedCheckpoint, match="given memory of it back"):
+        persist(ring.repository, slot, Retention(), discard, lambda: False)
+    ring.arena.free(slot)
+    slot = ring.slot(2)
+    future = ring.thread().begin(slot, 2)
+    ring.copy(slot, 2)
+    slot.state = SlotState.SEALED
+    stored = future.result(WAIT_S)
+    again = persist(ring.repository, slot, Retention(), discard, lambda: False)
+    assert (again.step, again.stored_bytes) == (2, stored.stored_bytes)
+    ring.arena.free(slot)
+
+
+@pytest.mark.parametrize("spoilt", [0, SIZE - 1])
+def test_a_canary_is_compared_before_its_memory_goes(ring: Bench, spoilt: int) -> None:
+    slot = ring.slot(7, canary=b"\x07\x07")
+    slot.canaries[spoilt > 0] ^= 1
+    future = ring.thread().begin(slot, 7)
+    ring.copy(slot, 7)
+    slot.state = SlotState.SEALED
+    with pytest.raises(DroppedCheckpoint, match="'w' changed while it was copied"):
+        future.result(WAIT_S)
+    ring.arena.free(slot)
+    assert ring.steps() == []
 
 
 # --- a process that dies ----------------------------------------------------

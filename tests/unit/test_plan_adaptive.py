@@ -7,7 +7,7 @@ import random
 import pytest
 
 from asymcheck.errors import OptionError
-from asymcheck.planning.adaptive import Adaptive, Replan, chunk_bytes
+from asymcheck.planning.adaptive import Adaptive, chunk_bytes
 from asymcheck.planning.contention import Contention, Phase
 from asymcheck.planning.layout import MiB
 from asymcheck.planning.plan import UNKNOWN, Gate, PartitionPlan, predict
@@ -156,17 +156,6 @@ def test_thresholds_that_contradict_each_other_are_refused() -> None:
         Adaptive(enter=0.01, leave=0.02)
     with pytest.raises(OptionError, match="deadline_margin"):
         Adaptive(margin=1.0)
-
-
-def test_a_step_that_drifted_is_profiled_anew() -> None:
-    rule = Replan()
-    assert not rule.due(IDLE, IDLE)
-    assert not rule.due(IDLE, tuple(Window(w.phase, w.duration_s * 1.19) for w in IDLE))
-    assert rule.due(IDLE, tuple(Window(w.phase, w.duration_s * 1.21) for w in IDLE))
-    assert rule.due(IDLE, tuple(Window(w.phase, w.duration_s * 0.79) for w in IDLE))
-    assert rule.due(IDLE, IDLE[:-1])
-    assert rule.due((Window("forward", 0.0),), (Window("forward", 0.1),))
-    assert not rule.due((), ())
 
 
 def test_a_plan_held_back_is_told_from_one_that_is_not() -> None:

@@ -23,7 +23,7 @@ from asymcheck.planning.layout import (
     align_up,
     lay_out,
 )
-from asymcheck.planning.policy import Admission, EverySeconds, EverySteps, Never
+from asymcheck.planning.policy import Admission
 from asymcheck.planning.retention import CheckpointId, Retention, abandoned_by, lineage_of
 from asymcheck.planning.strategies import Strategy, resolve, strategies
 
@@ -311,38 +311,12 @@ def test_rules_that_contradict_each_other_are_no_retention(
         Retention(**options)
 
 
-# --- cadence and admission --------------------------------------------------
+# --- admission --------------------------------------------------------------
 
 
-@given(st.integers(1, 50), st.integers(1, 500))
-def test_every_steps_is_due_at_each_multiple_and_nowhere_else(steps: int, step: int) -> None:
-    due = EverySteps(steps).due(step=step, last_step=0, since_last_s=1e9)
-    assert due == (step % steps == 0)
-
-
-def test_every_seconds_is_due_once_the_time_has_passed() -> None:
-    cadence = EverySeconds(2.5)
-    assert not cadence.due(step=7, last_step=3, since_last_s=2.4)
-    assert cadence.due(step=7, last_step=3, since_last_s=2.5)
-
-
-def test_never_is_never_due() -> None:
-    assert not Never().due(step=10, last_step=0, since_last_s=math.inf)
-
-
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: EverySteps(0), "every_steps"),
-        (lambda: EverySteps(-3), "every_steps"),
-        (lambda: EverySeconds(0), "every_seconds"),
-        (lambda: EverySeconds(math.nan), "every_seconds"),
-        (lambda: Admission(max_in_flight=0), "max_in_flight"),
-    ],
-)
-def test_a_policy_without_meaning_is_refused_by_name(make: object, named: str) -> None:
-    with pytest.raises(OptionError, match=named):
-        make()
+def test_an_admission_without_room_is_refused_by_name() -> None:
+    with pytest.raises(OptionError, match="max_in_flight"):
+        Admission(max_in_flight=0)
 
 
 # --- strategies -------------------------------------------------------------

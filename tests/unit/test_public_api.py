@@ -30,6 +30,7 @@ OPTIONS = {
     "strategy",
     "every_steps",
     "every_seconds",
+    "cadence",
     "keep_last",
     "keep_every",
     "keep_best",

@@ -120,6 +120,7 @@ def spans(step: int, boundary_s: float) -> list[Span]:
 
 def tell(tracer: Tracer, step: int, boundary_s: float = 50.0, **changes: Any) -> None:
     """A checkpoint, from its boundary until it is durable."""
+    tracer.cadence = f"every {step} steps"
     tracer.begin(step, boundary_s, lazy_bytes=900, eager_bytes=100)
     tracer.plan(step, Paced(boundary_s))
     for span in spans(step, boundary_s):
@@ -167,7 +168,10 @@ def test_the_numbers_of_a_real_training_add_up(tmp_path: Path, strategy: str, pe
     if strategy != "naive":
         usual = choose_step(path, None)  # the last one is sealed by close, behind no step
         assert usual.step == 8
-        assert [w.phase for w in usual.opened] == ["forward"] * 4 + ["backward"] * 3
+        opened = [w.phase for w in usual.opened]
+        # Those until it was durable, which may be before the step is over.
+        assert len(opened) > 1
+        assert opened == (["forward"] * 4 + ["backward"] * 3)[: len(opened)]
 
 
 def test_every_span_reaches_the_users_sink_too_and_its_failure_stops_nothing(

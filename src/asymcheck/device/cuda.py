@@ -9,6 +9,7 @@ tests marked ``gpu`` hold it to the path of the CPU bit for bit.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -64,6 +65,11 @@ class Boundary:
     def __bool__(self) -> bool:
         return bool(self._events)
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """Whose moment it is."""
+        return list(self._events)
+
     def open_streams(self) -> dict[torch.device, torch.cuda.Stream]:
         """A side stream per device that starts after the boundary. On the copying thread, whose
         current stream it becomes: so the profiler's instants lie before and after the copies.
@@ -75,6 +81,48 @@ class Boundary:
             torch.cuda.set_stream(stream)
             streams[device] = stream
         return streams
+
+
+class StreamTimer:
+    """Seconds between two points of the training, as its devices see them, else the host.
+
+    The host never waits for a device here. ``start`` and ``stop`` are for the training thread.
+
+    Args:
+        devices: Whose current streams are measured; the slowest counts.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = list(devices)
+        self._points: list[tuple[float, list[torch.cuda.Event]]] = []
+
+    def start(self) -> None:
+        """Mark the first point."""
+        self._mark()
+
+    def stop(self) -> None:
+        """Mark the second point."""
+        self._mark()
+
+    def seconds(self) -> float | None:
+        """What it took, 0 where it never started; ``None`` as long as that is not known."""
+        if not self._points:
+            return 0.0
+        (first_s, starts), (last_s, stops) = self._points[0], self._points[-1]
+        if not self._devices:
+            return last_s - first_s
+        if not all(event.query() for event in stops):
+            return None
+        spans: list[float] = [a.elapsed_time(b) for a, b in zip(starts, stops, strict=True)]
+        return max(spans) * 1e-3
+
+    def _mark(self) -> None:
+        events = []
+        for device in self._devices:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+        self._points.append((perf_counter(), events))
 
 
 class DeviceCopy:

@@ -13,14 +13,13 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from ctypes import c_uint8, memmove
-from dataclasses import replace
 from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
 import torch
 
-from asymcheck.device.cuda import Boundary, DeviceCopy, Pinning
+from asymcheck.device.cuda import Boundary, DeviceCopy, Pinning, StreamTimer
 from asymcheck.device.leaves import Source
 from asymcheck.device.pacing import Pace
 from asymcheck.device.placement import NOTHING, Placed
@@ -31,40 +30,26 @@ from asymcheck.planning.layout import Extent, MiB
 PIECE_BYTES = 8 * MiB
 
 
-def defer_device_leaves(placed: Placed) -> Placed:
-    """Clone eager leaves where they are on a device, so that the host need not wait for it.
-
-    The clones are ordered before the next update by the device itself, and copied to the host
-    behind the training like lazy leaves.
-    """
-    sources = list(placed.sources)
-    for i in placed.at.elsewhere:
-        sources[i] = _deferred(sources[i])
-    return replace(placed, sources=tuple(sources))
-
-
-def _deferred(source: Source) -> Source:
-    array = source.array
-    if not isinstance(array, torch.Tensor) or array.device.type == "cpu":
-        return source
-    plain = array.detach()
-    plain = plain.permute(source.spec.order) if source.spec.order else plain
-    clone = plain.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    # The clone lies in storage order already; shape and order only matter to the index.
-    return source._replace(array=clone, deferred=bool(source.spec.nbytes))
-
-
-def copy_eager(placed: Placed, image: memoryview, *, everything: bool = False) -> None:
+def copy_eager(placed: Placed, slot: Slot, *, everything: bool = False) -> None:
     """Copy what may not wait, and zero the gaps between leaves; blocks.
 
     Args:
         placed: The leaves.
-        image: At least as long as the layout says.
+        slot: Where to; it was begun for them. A sparse one gets the memory that they take.
         everything: Whether to copy the lazy leaves too.
+
+    Raises:
+        CaptureError: There is no such memory.
     """
-    into = np.frombuffer(image, np.uint8)
+    into = np.frombuffer(slot.image, np.uint8)
     base, sources, extents = into.ctypes.data, placed.sources, placed.at.extents
-    for start, stop in placed.at.gaps:
+    if slot.is_sparse:  # what has no memory is zero already
+        slot.take(
+            extent
+            for source, extent in zip(sources, extents, strict=True)
+            if everything or not (source.spec.lazy or source.deferred)
+        )
+    for start, stop in () if slot.is_sparse else placed.at.gaps:
         into[start:stop] = 0
     for i, start, nbytes in placed.at.plain_eager:
         memmove(base + start, _address(sources[i].array), nbytes)
@@ -144,6 +129,13 @@ def finish_canaries(rest: list[tuple[torch.Tensor, int]], into: memoryview) -> N
         values[at : at + picked.numel()] = picked.cpu().numpy()
 
 
+def canaries_moved(placed: Placed, before: bytes) -> bool:
+    """Whether live canary elements differ from what they were; blocks."""
+    now = bytearray(placed.at.canary_bytes)
+    finish_canaries(copy_canaries(placed, memoryview(now)), memoryview(now))
+    return now != before
+
+
 def _flat(source: Source) -> torch.Tensor:
     """A lazy leaf's memory in storage order, as bytes."""
     assert isinstance(source.array, torch.Tensor)
@@ -173,6 +165,7 @@ class LazyCopy:
         duration_s: Seconds that copying took.
         cpu_s: CPU seconds of the copying thread.
         before: Called on the copying thread before the first byte is copied.
+        fence_timer: Measures how long updates are held, where that is to be known.
     """
 
     def __init__(
@@ -197,15 +190,25 @@ class LazyCopy:
         self._pace = pace
         self._lock = threading.Lock()
         self._after: Callable[[], None] | None = None
+        self.fence_timer: StreamTimer | None = None
         lazy = [placed.sources[i] for i in placed.at.lazy]
         waiting = [*lazy, *(placed.sources[i] for i in placed.at.elsewhere)]
         self._boundary = Boundary(
             s.array for s in waiting if not s.spec.plain and isinstance(s.array, torch.Tensor)
         )
         self._device: DeviceCopy | None = None
-        self._watched = [(s.spec.key, s.array) for s in lazy if isinstance(s.array, torch.Tensor)]
+        self._watched = [
+            (s.spec.key, s.array)
+            for s in lazy
+            if isinstance(s.array, torch.Tensor) and not s.deferred  # nobody else has a clone
+        ]
         self._versions = [_version(a) for _, a in self._watched]
         self.storages = frozenset(a.untyped_storage().data_ptr() for _, a in self._watched)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """CUDA devices that are copied from."""
+        return self._boundary.devices
 
     @property
     def lazy_bytes(self) -> int:
@@ -225,9 +228,14 @@ class LazyCopy:
         """
         if self._pace is not None:
             self._pace.let_go()
+        timer = self.fence_timer
+        if timer is not None:
+            timer.start()
         self.issued.wait()
         if self._device is not None:
             self._device.hold_updates()
+        if timer is not None:
+            timer.stop()
 
     def when_copied(self, action: Callable[[], None]) -> None:
         """Run ``action`` once the copy is complete: now, or later on the copying thread."""
@@ -271,7 +279,8 @@ class LazyCopy:
         pace = self._pace
         piece_bytes = PIECE_BYTES if pace is None else min(PIECE_BYTES, pace.piece_bytes)
         if self._boundary:
-            pinned = self._pinning.is_pinned(self.slot)
+            # The driver would take the memory of a whole image.
+            pinned = not self.slot.is_sparse and self._pinning.is_pinned(self.slot)
             self._device = DeviceCopy(self._boundary, pinned=pinned)
             values = np.frombuffer(self.slot.canaries, np.uint8)
             for picked, at in self._canaries:
@@ -283,12 +292,15 @@ class LazyCopy:
             flat = _flat(source)
             for piece in _pieces(extent, piece_bytes):
                 between()
+                self.slot.take_next(piece)
                 if pace is not None and source.spec.lazy:
                     pace.wait(piece.nbytes)
                 part = flat[piece.start - extent.start : piece.stop - extent.start]
                 target = into[piece.start : piece.stop]
                 if self._device is not None and part.device.type == "cuda":
                     self._device.issue(part, target, piece.stop)
+                    if self.slot.is_sparse:  # then it is copied: it was not pinned
+                        self._note(piece.stop)
                 else:
                     np.copyto(target, part.numpy())  # without the interpreter lock
                     self._note(piece.stop)
@@ -301,7 +313,8 @@ class LazyCopy:
             self.slot.copied_bytes = self.placed.at.layout.image_bytes
 
     def _note(self, upto: int) -> None:
-        if self._device is None and upto > self.slot.copied_bytes:
+        followed = self._device is None or self.slot.is_sparse
+        if followed and upto > self.slot.copied_bytes:
             self.slot.copied_bytes = upto
 
 

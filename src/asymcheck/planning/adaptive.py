@@ -107,6 +107,9 @@ class Adaptive:
         if held is None:
             why = "the copy needs all the time there is" if lazy_bytes else "nothing to copy"
             return Decision(whole, FREE, chunk, 0.0, why)
+        if not any(contention.kappa(phase) > 0.0 for phase in PHASES):
+            # No plan can gain, and to model that takes long where there are thousands of windows.
+            return Decision(whole, FREE, chunk, 0.0, "copying costs the training nothing")
         held = held.aligned(chunk)
         freely = predict(whole, windows, bandwidth_bytes_per_s, FREE, contention)
         gated = predict(held, windows, bandwidth_bytes_per_s, gate, contention)
@@ -199,26 +202,3 @@ def chunk_bytes(windows: Sequence[Window], bandwidth_bytes_per_s: float) -> int:
     while chunk * 2 <= min(fits, MOST_CHUNK_BYTES):
         chunk *= 2
     return chunk
-
-
-@dataclass(frozen=True, slots=True)
-class Replan:
-    """When to profile anew.
-
-    Attributes:
-        drift: Relative change of the length of all windows together.
-    """
-
-    drift: float = 0.2
-
-    def due(self, planned: Sequence[Window], seen: Sequence[Window]) -> bool:
-        """Whether the windows are not those any more that the plan was made for.
-
-        Args:
-            planned: What the plan was made for.
-            seen: A later step without a copy.
-        """
-        if len(planned) != len(seen):
-            return True
-        then_s = total_s(planned)
-        return abs(total_s(seen) - then_s) > self.drift * then_s

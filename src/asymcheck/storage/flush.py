@@ -1,8 +1,9 @@
 """From chunks to packs: encoded ahead of the writer, written in batches.
 
 ``flush`` has two ways of working. Without workers the thread that writes a pack encodes each
-chunk itself, just before it is written, and gives it to the store as it is: the fewest CPU
-seconds, no further thread. With workers, encoding and hashing run ahead of the writer under a
+chunk itself, just before it is written, and gives it to the store as it is, together with those
+that lie behind it in the image and are there already: the fewest CPU seconds, no further thread.
+With workers, encoding and hashing run ahead of the writer under a
 bound in bytes, and the writer merges what is ready into large parts on whole pages. What lies
 in the packs is the same.
 """
@@ -22,30 +23,30 @@ from asymcheck.planning.layout import CHUNK_BYTES, PAGE_BYTES, Extent, align_up
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.index import Chunk, StoredObject
 from asymcheck.storage.names import pack_name
+from asymcheck.storage.packs import (
+    PACK_BYTES,
+    ZEROS,
+    Encoded,
+    Pack,
+    Piece,
+    even_pack_bytes,
+    groups,
+)
 from asymcheck.storage.sealed import digest
 from asymcheck.storage.store import Buffer, Store, write_whole
 
-PACK_BYTES = 1 << 30
+__all__ = [
+    "BUDGET_BYTES",
+    "PACK_BYTES",
+    "Batch",
+    "Encoded",
+    "Flushed",
+    "even_pack_bytes",
+    "flush",
+]
+
 BUDGET_BYTES = 8 * CHUNK_BYTES
-_ZEROS = bytes(PAGE_BYTES)
 _READY = Ready()
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """A chunk ready to be written.
-
-    Attributes:
-        data: Its stored bytes. Borrowed: without workers until the next chunk is encoded, with
-            workers until ``flush`` returns or lets go of it.
-        codec: How they were made.
-        padded: The same memory with zeros up to the next page, where there is such: it lets
-            a medium write it without a copy.
-    """
-
-    data: Buffer
-    codec: str
-    padded: Buffer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,9 @@ def flush(
     budget_bytes: int = BUDGET_BYTES,
     pack_bytes: int = PACK_BYTES,
     observe: Callable[[Batch], None] = lambda batch: None,
+    image: memoryview | None = None,
+    is_ready: Callable[[Extent], bool] = lambda extent: False,
+    written: Callable[[Extent], None] = lambda extent: None,
 ) -> Flushed:
     """Encode the chunks and write them into packs; blocks.
 
@@ -133,6 +137,11 @@ def flush(
         budget_bytes: Bound of what is encoded, or being encoded, and not yet written.
         pack_bytes: Bound of a pack, in bytes of the image.
         observe: Receives each batch after the store took it, on the thread that wrote it.
+        image: Where ``padded`` chunks lie, each from its own start on; for writes without workers.
+        is_ready: Whether ``encode`` would give a chunk without a wait; asked for those that could
+            be part of the same write.
+        written: Receives each chunk after the store took it, on the thread that wrote it. Its
+            ``padded`` memory is not read again.
 
     Raises:
         StoreError: The medium failed, or asked for too little. Packs written before stay,
@@ -141,8 +150,8 @@ def flush(
             failures of ``encode`` that of the first chunk. It stops everything, as soon as
             the calls of ``encode`` and of the store that are under way return.
     """
-    run = _Run(store, at, rank, encode, policy, observe)
-    packs = [_Pack(serial, group) for serial, group in enumerate(_groups(chunks, pack_bytes))]
+    run = _Run(store, at, rank, encode, policy, observe, image, is_ready, written)
+    packs = [Pack(serial, group) for serial, group in enumerate(groups(chunks, pack_bytes))]
     writers = max(1, min(writers, len(packs)))
     run.plan(packs, writers, budget_bytes)
     try:
@@ -155,86 +164,8 @@ def flush(
     return run.result()
 
 
-def _groups(chunks: Sequence[Extent], pack_bytes: int) -> Iterator[list[Extent]]:
-    group: list[Extent] = []
-    for chunk in chunks:
-        if group and chunk.stop - group[0].start > pack_bytes:
-            yield group
-            group = []
-        group.append(chunk)
-    if group:
-        yield group
-
-
 class _StoppedError(Exception):
     """Something else failed; ends a write from within."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """An encoded chunk. Whoever drops the last reference frees its bytes."""
-
-    extent: Extent
-    encoded: Encoded
-    nbytes: int
-    hash: str
-
-    @property
-    def charge(self) -> int:
-        """What it counts against the budget."""
-        return align_up(self.nbytes, PAGE_BYTES)
-
-    def parts(self, gap: int) -> list[Buffer]:
-        """Its bytes and the zeros behind them, without a copy."""
-        if not gap:
-            return [self.encoded.data]
-        if self.encoded.padded is not None:
-            return [self.encoded.padded]
-        return [self.encoded.data, _ZEROS[:gap]]
-
-
-class _Pack:
-    """A group of chunks on their way: picked, encoded, ready in order, placed, written.
-
-    Attributes:
-        serial: Position among the packs.
-        extents: Its chunks.
-        picked: How many of them were begun.
-        early: Encoded before one in front of it, by position.
-        arrived: How many have become ready.
-        ready: Encoded, all before them too, and not yet placed.
-        held_bytes: What it counts against the budget.
-        rows: What was placed.
-        waited_s: Seconds in which the store waited for parts.
-    """
-
-    def __init__(self, serial: int, extents: Sequence[Extent]) -> None:
-        self.serial = serial
-        self.extents = extents
-        self.picked = 0
-        self.early: dict[int, _Piece] = {}
-        self.arrived = 0
-        self.ready: deque[_Piece] = deque()
-        self.held_bytes = 0
-        self.rows: list[Chunk] = []
-        self.waited_s = 0.0
-
-    def place(self, piece: _Piece) -> int:
-        """Note where it lies; returns the zeros behind it: up to the next page, none at the end."""
-        end = self.rows[-1].offset + self.rows[-1].stored_bytes if self.rows else 0
-        offset = align_up(end, PAGE_BYTES)
-        self.rows.append(
-            Chunk(
-                at=piece.extent.start,
-                nbytes=piece.extent.nbytes,
-                pack=self.serial,
-                offset=offset,
-                stored_bytes=piece.nbytes,
-                codec=piece.encoded.codec,
-                hash=piece.hash,
-            )
-        )
-        return piece.charge - piece.nbytes if len(self.rows) < len(self.extents) else 0
 
 
 class _Run:
@@ -248,7 +179,13 @@ class _Run:
         encode: Callable[[Extent], Encoded],
         policy: Policy,
         observe: Callable[[Batch], None],
+        image: memoryview | None,
+        is_ready: Callable[[Extent], bool],
+        written: Callable[[Extent], None],
     ) -> None:
+        self._image = image
+        self._is_ready = is_ready
+        self._written = written
         self._store = store
         self._at = at
         self._rank = rank
@@ -264,7 +201,7 @@ class _Run:
         self._encode_s = self._encode_cpu_s = self._write_s = self._helper_cpu_s = 0.0
         self._batches = 0
 
-    def plan(self, packs: Sequence[_Pack], writers: int, budget_bytes: int) -> None:
+    def plan(self, packs: Sequence[Pack], writers: int, budget_bytes: int) -> None:
         """As many packs are open as there are writers, each with a share of the budget."""
         self._packs = packs
         self._unwritten = deque(packs)
@@ -336,14 +273,14 @@ class _Run:
 
     # --- encoding -----------------------------------------------------------
 
-    def _piece(self, extent: Extent) -> _Piece:
+    def _piece(self, extent: Extent) -> Piece:
         start_s, start_cpu_s = perf_counter(), thread_time()
         try:
             encoded = self._encode(extent)
         except BaseException as failure:
             self.fail(failure, extent.start)
             raise
-        piece = _Piece(extent, encoded, memoryview(encoded.data).nbytes, digest(encoded.data))
+        piece = Piece(extent, encoded, memoryview(encoded.data).nbytes, digest(encoded.data))
         with self._changed:
             self._encode_s += perf_counter() - start_s
             self._encode_cpu_s += thread_time() - start_cpu_s
@@ -355,7 +292,7 @@ class _Run:
             pack, i = job
             self._put(pack, i, self._piece(pack.extents[i]))
 
-    def _pick(self) -> tuple[_Pack, int] | None:
+    def _pick(self) -> tuple[Pack, int] | None:
         """The foremost chunk that there is room for; waits; ``None`` when all are begun."""
         with self._changed:
             while self._failure is None:
@@ -371,13 +308,13 @@ class _Run:
                 self._changed.wait()
         return None
 
-    def _has_room(self, pack: _Pack) -> bool:
+    def _has_room(self, pack: Pack) -> bool:
         if pack.picked == len(pack.extents):
             return False
         need = align_up(pack.extents[pack.picked].nbytes, PAGE_BYTES)
         return not pack.held_bytes or pack.held_bytes + need <= self._share_bytes
 
-    def _put(self, pack: _Pack, i: int, piece: _Piece) -> None:
+    def _put(self, pack: Pack, i: int, piece: Piece) -> None:
         with self._changed:
             pack.held_bytes += piece.charge - align_up(piece.extent.nbytes, PAGE_BYTES)
             pack.early[i] = piece
@@ -399,7 +336,7 @@ class _Run:
                 pack = self._unwritten.popleft()
             start_s = perf_counter()
             name = pack_name(self._at, self._rank, pack.serial + 1)
-            batches = self._one_by_one(pack) if staging is None else self._merged(pack, staging)
+            batches = self._in_turn(pack) if staging is None else self._merged(pack, staging)
             nbytes = write_whole(self._store, name, self._parts(pack, batches))
             if len(pack.rows) != len(pack.extents):
                 raise StoreError(
@@ -407,12 +344,13 @@ class _Run:
                     f"{len(pack.extents)} chunks",
                     retryable=True,
                 )
+            self._let_go(pack, len(pack.extents))
             with self._changed:
                 self._write_s += perf_counter() - start_s - pack.waited_s
                 self._objects[pack.serial] = StoredObject(name, nbytes)
             self._close(pack)
 
-    def _parts(self, pack: _Pack, batches: Iterator[tuple[list[Buffer], int]]) -> Iterator[Buffer]:
+    def _parts(self, pack: Pack, batches: Iterator[tuple[list[Buffer], int]]) -> Iterator[Buffer]:
         asked_s = perf_counter()
         for parts, chunks in batches:
             start_s = perf_counter()
@@ -423,17 +361,55 @@ class _Run:
             with self._changed:
                 self._batches += 1
             self._observe(Batch(nbytes, start_s, asked_s - start_s, chunks))
+            self._let_go(pack, pack.taken + chunks)
         pack.waited_s += perf_counter() - asked_s
 
-    def _one_by_one(self, pack: _Pack) -> Iterator[tuple[list[Buffer], int]]:
-        """Each chunk, encoded when the store asks for it."""
-        for extent in pack.extents:
-            if self._failure is not None:
-                raise _StoppedError
-            piece = self._piece(extent)
-            yield piece.parts(pack.place(piece)), 1
+    def _let_go(self, pack: Pack, upto: int) -> None:
+        for extent in pack.extents[pack.taken : upto]:
+            self._written(extent)
+        pack.taken = upto
 
-    def _merged(self, pack: _Pack, staging: memoryview) -> Iterator[tuple[list[Buffer], int]]:
+    def _in_turn(self, pack: Pack) -> Iterator[tuple[list[Buffer], int]]:
+        """Each chunk, encoded when the store asks for it; with it those behind it that are ready,
+        as the policy says, and lie side by side with it in the image: in one part.
+        """
+        while len(pack.rows) < len(pack.extents):
+            first, count = len(pack.rows), 0
+            most = self._may_merge(pack.extents[first:])
+            while count < most:
+                if self._failure is not None:
+                    raise _StoppedError
+                piece = self._piece(pack.extents[first + count])
+                gap = pack.place(piece)
+                if self._image is not None and piece.encoded.padded is not None:
+                    count += 1
+                    continue
+                if count:
+                    yield [self._beside(pack, first, count)], count
+                yield piece.parts(gap), 1
+                break
+            else:
+                yield [self._beside(pack, first, count)], count
+
+    def _may_merge(self, extents: Sequence[Extent]) -> int:
+        """How many chunks from the first on to give to the store at once, if they are padded."""
+        sizes, at = [extents[0].nbytes], align_up(extents[0].stop, PAGE_BYTES)
+        if self._image is not None:
+            for extent in extents[1:]:
+                if extent.start != at or not self._is_ready(extent):
+                    break
+                sizes.append(extent.nbytes)
+                at = align_up(extent.stop, PAGE_BYTES)
+        return min(self._policy.take(sizes, more_coming=False), len(sizes)) or len(sizes)
+
+    def _beside(self, pack: Pack, first: int, count: int) -> Buffer:
+        """Chunks that lie side by side, with the zeros behind the last one as in ``place``."""
+        assert self._image is not None
+        stop = pack.extents[first + count - 1].stop
+        stop = stop if first + count == len(pack.extents) else align_up(stop, PAGE_BYTES)
+        return self._image[pack.extents[first].start : stop]
+
+    def _merged(self, pack: Pack, staging: memoryview) -> Iterator[tuple[list[Buffer], int]]:
         """What is ready, as the policy says: chunks side by side in ``staging``, in one part;
         those that are padded, or too large, as they are.
         """
@@ -452,7 +428,7 @@ class _Run:
                 else:
                     data = memoryview(piece.encoded.data).cast("B")
                     staging[used : used + piece.nbytes] = data
-                    staging[used + piece.nbytes : used + end] = _ZEROS[:gap]
+                    staging[used + piece.nbytes : used + end] = ZEROS[:gap]
                     used += end
                     merged += 1
                     del data
@@ -462,7 +438,7 @@ class _Run:
             if merged:
                 yield [staging[:used]], merged
 
-    def _await_batch(self, pack: _Pack) -> int:
+    def _await_batch(self, pack: Pack) -> int:
         """How many of the ready chunks to write now; waits until the policy takes some."""
         with self._changed:
             while self._failure is None:
@@ -475,14 +451,14 @@ class _Run:
                 self._changed.wait()
         raise _StoppedError
 
-    def _release(self, pack: _Pack, charge: int) -> None:
+    def _release(self, pack: Pack, charge: int) -> None:
         with self._changed:
             pack.held_bytes -= charge
             if pack.arrived == len(pack.extents) and not pack.ready:
                 self._close(pack)
             self._changed.notify_all()
 
-    def _close(self, pack: _Pack) -> None:
+    def _close(self, pack: Pack) -> None:
         """All of it was taken: its share of the budget goes to the next pack."""
         with self._changed:
             if pack in self._open:

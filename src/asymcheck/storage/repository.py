@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -75,7 +76,7 @@ _RECORD_BYTES = 1 << 16  # more than any attempt record, RUN.json or FORMAT need
 
 
 class Repository:
-    """The checkpoints under one root. Calls block; one thread at a time.
+    """The checkpoints under one root. Calls block; several threads may commit and retain.
 
     Get one from ``open_repository`` or ``create_repository``.
 
@@ -88,6 +89,7 @@ class Repository:
         self.store = store
         self.run = run
         self._condemned: list[str] = []
+        self._removing = threading.Lock()
         self.claims: list[Attempt] = []
 
     # --- reading ------------------------------------------------------------
@@ -344,25 +346,23 @@ class Repository:
     ) -> list[CheckpointId]:
         """Remove what need not be kept, now that ``newest`` is committed.
 
-        Only committed checkpoints of this run go: branches that ``newest``'s attempt left
-        behind, and what ``retention`` does not keep of its own lineage. What a delta that stays
-        stands on stays, and ``base``, for the next. Packs go at the next call or at ``finish``.
+        Only committed checkpoints of this run go: branches that its attempt left behind, and what
+        ``retention`` does not keep of its lineage, itself too where newer ones overtook it. What a
+        delta that stays stands on stays, and ``base``, for the next. Packs go at the next call.
 
         Returns:
             The checkpoints removed.
         """
         # What cannot be removed is told at the end: it must not keep the rest from going.
-        self._condemned, failure = delete_each(self.store, self._condemned)
-        listing, parents = self.survey(), self.parents()
-        lineage = lineage_of(newest.attempt, parents, listing.committed)
-        kept = retention.kept(
-            [c for c in lineage if c <= newest],
-            {at: m.metrics for at, m in listing.committed.items()},
-        )
-        gone = [c for c in lineage if c < newest and c not in kept]
-        gone += abandoned_by(newest.attempt, parents, listing.committed)
-        gone = listing.spare_bases([c for c in gone if c != base])
-        self.remove(gone, listing)
+        with self._removing:
+            self._condemned, failure = delete_each(self.store, self._condemned)
+            listing, parents = self.survey(), self.parents()
+            lineage = lineage_of(newest.attempt, parents, listing.committed)
+            kept = retention.kept(lineage, {at: m.metrics for at, m in listing.committed.items()})
+            gone = [c for c in lineage if c not in kept]
+            gone += abandoned_by(newest.attempt, parents, listing.committed)
+            gone = listing.spare_bases([c for c in gone if c != base])
+            self.remove(gone, listing)
         if failure is not None:
             raise failure
         return gone
@@ -400,7 +400,8 @@ class Repository:
 
     def finish(self) -> None:
         """Remove the objects of checkpoints whose manifests are gone."""
-        self._condemned, failure = delete_each(self.store, self._condemned)
+        with self._removing:
+            self._condemned, failure = delete_each(self.store, self._condemned)
         if failure is not None:
             raise failure
 

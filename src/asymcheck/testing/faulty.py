@@ -159,7 +159,8 @@ class FaultyStore:
         if self.fault.do == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault.do == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this thread, which so does nothing more; the process stops with it.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             return
         code = getattr(errno, self.fault.do)
         raise StoreError(

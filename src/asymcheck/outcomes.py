@@ -1,0 +1,89 @@
+"""Saves that are under way, and what became of them: told to the user once, in the next call."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal, Protocol
+
+from asymcheck.errors import CheckpointWarning, DroppedCheckpoint
+from asymcheck.handles import Handle
+from asymcheck.timekeeping import Timekeeper
+from asymcheck.tracing import Tracer
+
+
+class Captures(Protocol):
+    """Learns from what became of checkpoints; the ``Snapshotter``."""
+
+    def note_drop(self) -> list[str]:
+        """One was dropped; returns what the user should know of it."""
+        ...
+
+    def note_success(self) -> None:
+        """One is durable."""
+        ...
+
+
+class Outcomes:
+    """The saves of one ``Checkpointer``. Only the training thread calls it.
+
+    Args:
+        on_error: Whether a failure is raised or warned of.
+        waited: Whether training waits until a save is durable.
+        timekeeper: Is told what durable ones took.
+        tracer: Its complaints are told too.
+    """
+
+    def __init__(
+        self,
+        on_error: Literal["raise", "warn"],
+        waited: bool,
+        timekeeper: Timekeeper,
+        tracer: Tracer | None,
+    ) -> None:
+        self._on_error = on_error
+        self._waited = waited
+        self._timekeeper = timekeeper
+        self._tracer = tracer
+        self.pending: list[Handle] = []
+        """Neither durable nor failed, or not told of yet."""
+
+    def surface(self, captures: Captures | None) -> None:
+        """Raise or warn of background failures, each once; a drop is always a warning.
+
+        Raises:
+            CheckpointError: The first failure; the others are notes of it.
+        """
+        done = [h for h in self.pending if h.durable.done()]
+        self.pending = [h for h in self.pending if not h.durable.done()]
+        failures, said = [], self._tracer.complaints() if self._tracer else []
+        for handle in done:
+            failure = handle.durable.exception()
+            if isinstance(failure, DroppedCheckpoint):
+                # Without a leaf nothing changed: to capture otherwise would help nobody.
+                said += [
+                    str(failure),
+                    *(captures.note_drop() if captures and failure.key else ()),
+                ]
+            elif failure is not None:
+                failures.append(failure)
+            else:
+                self._timekeeper.note_durable(handle.durable.result(), waited=self._waited)
+                if captures is not None:
+                    captures.note_success()
+        for message in said:
+            warn(message)
+        if not failures:
+            return
+        if self._on_error == "warn":
+            for failure in failures:
+                notes = "; ".join(getattr(failure, "__notes__", ()))
+                warn(f"{failure} ({notes})")
+            return
+        for other in failures[1:]:
+            failures[0].add_note(f"also failed: {other}")
+        raise failures[0]
+
+
+def warn(message: str) -> None:
+    """Tell the user, at the caller of the ``Checkpointer``."""
+    warnings.warn(message, CheckpointWarning, stacklevel=3)

@@ -1,0 +1,243 @@
+"""The persister process: takes slots from its trainer, and outlives it where they are sealed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+from collections import deque
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from asymcheck.encoding import Chooser
+from asymcheck.errors import CheckpointError
+from asymcheck.events import Sink, Span, discard
+from asymcheck.memory.arena import Slot, SlotState
+from asymcheck.memory.process import ProcessId
+from asymcheck.messages import MESSAGE_BYTES, TEXT_CHARS, describe_error
+from asymcheck.persist import persist, tidy
+from asymcheck.planning.retention import Retention
+from asymcheck.planning.selection import Selection
+from asymcheck.storage.manifest import parse_attempt
+from asymcheck.storage.repository import Repository
+from asymcheck.storage.store import open_store
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A slot to persist.
+
+    Attributes:
+        slot: The slot.
+        alone: Whether nothing else may be at work meanwhile: an earlier process died over it, or
+            over another one that it had at work.
+    """
+
+    slot: Slot
+    alone: bool
+
+
+class _Worker:
+    """The loop of a persister process: slots come in over a socket, reports go out. Several
+    threads take what came, in the order in which it came.
+    """
+
+    def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
+        self._control = control
+        self._trainer = ProcessId(*config["trainer"])
+        self._trainer_fd = open_pidfd(self._trainer)
+        self._grace_s = float(config["grace_s"])
+        self._retention = Retention(**config["retention"])
+        self._sink: Sink = self._report if config["spans"] else discard
+        self._selection, self._batching = Selection(**config["selection"]), config["batching"]
+        self._at_once, self._writers = config["at_once"], config["writers"]
+        self._repository = Repository(open_store(config["url"]), config["run"])
+        self._slots: dict[int, Slot] = {}
+        self._changed = threading.Condition()
+        self._queue: deque[_Work] = deque()
+        self._at_work: list[_Work] = []
+        self._closing = False  # nothing comes any more
+        self._broken: BaseException | None = None
+        self._give_up_s: float | None = None
+
+    def run(self) -> None:
+        """Persist what comes until the trainer closes, dies, or SIGTERM asks to finish."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._send({"hello": os.getpid()})
+        threads = [
+            threading.Thread(target=self._work, name="asymcheck-persist", daemon=True)
+            for _ in range(self._at_once)
+        ]
+        for thread in threads:
+            thread.start()
+        while not self._closing and self._give_up_s is None and self._trainer_is_alive():
+            self._receive(block=True)
+            self._raise_broken()
+        self._receive(block=False)  # what came before the end
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in threads:
+            thread.join()
+        self._raise_broken()
+        tidy(self._repository)
+        for slot in self._slots.values():
+            # Nobody else will: unsealed content is worth nothing without its trainer.
+            if not self._trainer_is_alive() and slot.state != SlotState.SEALED:
+                slot.close(unlink=True)
+
+    def _raise_broken(self) -> None:
+        """End the process where a thread met what is no failure of a checkpoint; the trainer starts
+        another one.
+        """
+        if self._broken is not None:
+            raise self._broken
+
+    def _on_sigterm(self, number: int, frame: object) -> None:
+        self._give_up_s = monotonic() + self._grace_s
+
+    def _trainer_is_alive(self) -> bool:
+        if self._give_up_s is not None and monotonic() > self._give_up_s:
+            return False
+        fd = self._trainer_fd
+        return self._trainer.is_alive if fd is None else not self._poll(0, fd)
+
+    def _receive(self, *, block: bool) -> None:
+        """Take every message that is there; wait for one first, a while, with ``block``."""
+        control = self._control.fileno()
+        watched = [control] if self._trainer_fd is None else [control, self._trainer_fd]
+        while True:
+            if control not in self._poll(_IDLE_MS if block else 0, *watched):
+                return
+            block = False
+            data, fds, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
+            message = json.loads(data or b'{"close": true}')
+            if "close" in message:
+                self._closing = True
+                return
+            if not fds:
+                raise OSError(errno.EMFILE, "a slot came without its descriptor: raise ulimit -n")
+            told = message["claims"]
+            self._repository.claims[:] = [parse_attempt(c.encode(), "claim") for c in told]
+            token = message["slot"]
+            for gone in self._slots.keys() - set(message["live"]):
+                self._slots.pop(gone).close(unlink=False)
+            if token in self._slots:
+                os.close(fds[0])
+            else:
+                path = message["path"]
+                self._slots[token] = Slot(fds[0], Path(path) if path else None)
+                self._slots[token].token = token
+                self._slots[token].hold_as_persister()
+            with self._changed:
+                self._queue.append(_Work(self._slots[token], message["alone"]))
+                self._changed.notify_all()
+
+    @staticmethod
+    def _poll(timeout_ms: int, *fds: int) -> list[int]:
+        """Which of them can be read; unlike ``select`` this knows descriptors over 1023, and
+        the control socket has the number that it had in the trainer.
+        """
+        poll = select.poll()
+        for fd in fds:
+            poll.register(fd, select.POLLIN)
+        return [fd for fd, _ in poll.poll(timeout_ms)]
+
+    def _work(self) -> None:
+        """The work of a thread. What is chosen from checkpoint to checkpoint is its own."""
+        chooser = Chooser(self._selection, self._batching)
+        try:
+            while (work := self._next()) is not None:
+                self._persist_one(work.slot, chooser)
+                with self._changed:
+                    self._at_work.remove(work)
+                    self._changed.notify_all()
+        except BaseException as failure:  # noqa: BLE001  the main thread ends with it
+            with self._changed:
+                self._broken = failure
+                self._changed.notify_all()
+
+    def _next(self) -> _Work | None:
+        """The foremost slot, once it may be begun; ``None`` when nothing comes any more."""
+        with self._changed:
+            while self._broken is None:
+                if self._queue:
+                    work = self._queue[0]
+                    alone = work.alone or any(other.alone for other in self._at_work)
+                    if not (alone and self._at_work):
+                        self._queue.popleft()
+                        self._at_work.append(work)
+                        return work
+                elif self._closing:
+                    break
+                self._changed.wait()
+        return None
+
+    def _persist_one(self, slot: Slot, chooser: Chooser) -> None:
+        self._send({"begun": slot.token})
+        try:
+            durable = persist(
+                self._repository,
+                slot,
+                self._retention,
+                self._sink,
+                self._trainer_is_alive,
+                chooser,
+                self._writers,
+            )
+        except CheckpointError as failure:
+            self._send({"failed": describe_error(failure), "slot": slot.token})
+        else:
+            slot.state = SlotState.FREE  # before the report: after it the trainer may reuse it
+            self._send({"done": asdict(durable), "slot": slot.token})
+
+    def _report(self, span: Span) -> None:
+        *rest, error = astuple(span)
+        self._send({"span": [*rest, error[:TEXT_CHARS]]})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        # A dead trainer reads no reports; what is sealed becomes durable all the same.
+        with suppress(OSError):
+            self._control.send(json.dumps(message).encode())
+
+
+_IDLE_MS = 200
+
+
+def open_pidfd(process: ProcessId) -> int | None:
+    """A descriptor that can be read once the process has ended; ``None`` where the kernel has
+    no such thing, or the process has ended already.
+    """
+    try:
+        fd = os.pidfd_open(process.pid)
+    except (OSError, AttributeError):
+        return None
+    if not process.is_alive:
+        # The number was taken over by another process: watch by start time instead.
+        os.close(fd)
+        return None
+    return fd
+
+
+def main(control: str, config: str) -> None:
+    """Entry of the persister process.
+
+    Args:
+        control: Number of the socket's descriptor.
+        config: What ``PersistProcess`` knows, as JSON.
+    """
+    # Other libraries have little to say here that a user should read.
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
+    logging.getLogger("asymcheck").setLevel(logging.INFO)
+    with suppress(OSError):
+        os.nice(5)
+    _Worker(socket.socket(fileno=int(control)), json.loads(config)).run()

@@ -1,0 +1,290 @@
+"""Strategies beside their closed forms: a step of given time, a store of given rate.
+
+Each strategy of the library is measured twice (``compare_forms_run``): so often that it waits for
+its earlier checkpoints, and so seldom that it does not. What ``planning.closed_forms`` makes of
+the same times stands beside it. Nothing is fitted: rates are those of the store and of a copy
+that was measured alone, and what encoding took and left is what the library reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from asymcheck.errors import nearest
+from asymcheck.planning.closed_forms import Mechanism, Steady, Work, how_long, steady_state
+from asymcheck.planning.strategies import Strategy, resolve, strategies
+from asymcheck_lab.bench import append_record, describe_session, prepare, read_records
+from asymcheck_lab.bench_child import measure_in_child, run_root
+from asymcheck_lab.errors import RunError, UsageError
+
+TOLERANCE = 0.15
+FLOOR = 0.1
+"""Of a step: a difference below it is no difference; without waiting a stall is nearly nothing."""
+_MB = 10**6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormSpec:
+    """One measurement.
+
+    Attributes:
+        strategy: Name of a strategy of the library.
+        every: Steps between two checkpoints.
+        checkpoints: Counted ones.
+        window_s: Forward and backward.
+        state_bytes: Parameters and two moments.
+        bytes_per_s: Of the store.
+        cores: The process and all that it starts stay on them.
+        folder: Checkpoints go below it; empty.
+    """
+
+    strategy: str
+    every: int
+    checkpoints: int
+    window_s: float = 0.1
+    state_bytes: int = 32 * _MB
+    bytes_per_s: float = 24e6
+    cores: tuple[int, ...] = ()
+    folder: str = ""
+
+    @property
+    def root(self) -> str:
+        """Of the checkpoints, as a URL."""
+        return f"throttled+{Path(self.folder).as_uri()}?bytes_per_s={self.bytes_per_s}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormOptions:
+    """What to measure, and where it goes.
+
+    Attributes:
+        names: Strategies of the library.
+        folder: Checkpoints go below it.
+        results: Gets a JSON line for each measurement, appended.
+        timeout_s: How long one may take.
+
+    Raises:
+        UsageError: There is no such strategy; names the nearest.
+    """
+
+    names: tuple[str, ...] = tuple(strategies)
+    folder: Path = Path("runs/forms")
+    results: Path = Path("results/forms.jsonl")
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            if name not in strategies:
+                raise UsageError(
+                    f"systems: with --synthetic expected some of {', '.join(strategies)}, found "
+                    f"{name!r}{nearest(name, strategies)}"
+                )
+
+    @property
+    def command(self) -> str:
+        """The command that does this again; the folders are left out."""
+        chosen = "" if self.names == tuple(strategies) else f" --systems {','.join(self.names)}"
+        return f"asymlab bench --synthetic{chosen}"
+
+
+def cases(options: FormOptions) -> Iterator[FormSpec]:
+    """Every measurement; without cores and folder."""
+    for name in options.names:
+        yield FormSpec(strategy=name, every=1, checkpoints=6)
+        yield FormSpec(strategy=name, every=16, checkpoints=3)
+
+
+def run_forms(options: FormOptions, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Measure every case; blocks for minutes.
+
+    Args:
+        options: What to measure.
+        say: Told how it goes, a line at a time.
+
+    Returns:
+        The records of this session, as they were appended to ``options.results``; one that
+        failed has an ``error``.
+
+    Raises:
+        LabError: The results cannot be appended to, or the medium failed.
+    """
+    cores = prepare(options.folder, options.results, read_forms)
+    session = describe_session(options.command, options.folder, cores)
+    records = []
+    for spec in cases(options):
+        with run_root(options.folder) as root:
+            placed = replace(spec, cores=cores, folder=str(root))
+            measured: dict[str, Any]
+            try:
+                measured, _ = measure_in_child(
+                    "asymcheck_lab.compare_forms_run",
+                    asdict(placed),
+                    root.parent,
+                    options.timeout_s,
+                )
+            except RunError as failure:
+                measured = {"error": str(failure).splitlines()[-1]}
+        shown = {k: v for k, v in asdict(spec).items() if k not in ("cores", "folder")}
+        records.append({**session, **shown, **measured})
+        append_record(options.results, records[-1])
+        say(f"{spec.strategy}, every {spec.every}: {measured.get('error', 'done')}")
+    return records
+
+
+def read_forms(path: Path) -> list[dict[str, Any]]:
+    """Every record of a results file.
+
+    Raises:
+        DataError: It cannot be read, or holds something else.
+    """
+
+    def known(record: Mapping[str, Any]) -> bool:
+        return bool(record["strategy"]) and record["every"] > 0
+
+    return read_records(path, known)
+
+
+# --- the closed forms -------------------------------------------------------
+
+
+Capture = Literal["blocking", "lazy", "device"]
+
+_CAPTURES: Mapping[str, Sequence[Capture]] = {
+    "blocking": ("blocking",),
+    "lazy": ("lazy",),
+    "device-copy": ("device",),
+    "profiled": ("lazy", "device"),
+}
+"""What the closed forms call a strategy's capture; of several it takes the cheaper."""
+
+
+def mechanisms_of(strategy: Strategy) -> list[Mechanism]:
+    """What the closed forms call a strategy; several where it chooses by measuring.
+
+    An image is handed on as a whole, in one piece: its copy is over before any of it is encoded.
+    """
+    return [
+        Mechanism(
+            capture=capture,
+            persist=strategy.persist,
+            max_in_flight=strategy.admission.max_in_flight,
+        )
+        for capture in _CAPTURES[strategy.capture]
+    ]
+
+
+def work_of(strategy: Strategy, record: Mapping[str, Any]) -> Work:
+    """Times of a measurement where nothing else is done, as the closed forms want them.
+
+    A blocking copy takes what a plain copy takes; a lazy one what its plan makes of it. While a
+    batch is written the next is encoded, but for square-root batches: those of a few megabytes
+    hold all chunks, and are written when all is encoded. So encoding and writing are one stage.
+    """
+    plain_s: float = record["copy_s"]
+    stages = Work(
+        step_s=record["step_s"],
+        window_s=min(record["window_s"], record["step_s"]),
+        copy_s=0.0,
+        write_s=record["stored_bytes"] / record["bytes_per_s"],
+        encode_s=record["encode_s"],
+    )
+    pieces = 1 if strategy.batching == "square-root" else max(1, record["batches"])
+    return replace(
+        stages,
+        copy_s=plain_s if strategy.capture == "blocking" else record["library_copy_s"],
+        write_s=how_long(stages, Mechanism(pieces=pieces)),
+        encode_s=0.0,
+        device_s=plain_s,  # without a device both are copies in memory
+    )
+
+
+def predicted(record: Mapping[str, Any]) -> Steady:
+    """What the closed form makes of a measurement's times."""
+    strategy = resolve(record["strategy"])
+    work = work_of(strategy, record)
+    found = [steady_state(work, how, record["every"]) for how in mechanisms_of(strategy)]
+    return min(found, key=lambda steady: steady.stall_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A measured figure and its closed form.
+
+    Attributes:
+        figure: ``stall``, ``durable``, ``period`` or ``in flight``.
+        measured: Seconds, or checkpoints.
+        form: The same of the closed form.
+        floor: A difference below it is none.
+    """
+
+    figure: Literal["stall", "durable", "period", "in flight"]
+    measured: float
+    form: float
+    floor: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over closed form; ``None`` where that is nearly nothing."""
+        return None if self.form <= self.floor else self.measured / self.form
+
+    @property
+    def holds(self) -> bool:
+        """Whether they differ by no more than ``TOLERANCE``, or by less than the floor."""
+        apart = abs(self.measured - self.form)
+        return apart <= self.floor or apart <= TOLERANCE * self.form
+
+
+def beside(record: Mapping[str, Any]) -> list[Beside]:
+    """Each figure of a measurement beside its closed form."""
+    form = predicted(record)
+    floor_s = FLOOR * record["step_s"]
+    under_way_s = max(0.0, form.durable_s - form.wait_s - form.boundary_s)
+    return [
+        Beside("stall", record["stall_s"], form.stall_s, floor_s),
+        Beside("durable", record["durable_s"], form.durable_s, floor_s),
+        Beside("period", record["period_s"], form.period_s, floor_s),
+        Beside("in flight", record["in_flight"], under_way_s / form.period_s, FLOOR),
+    ]
+
+
+HEADS = ("strategy", "every", "stall, s", "durable, s", "period, s", "in flight", "within 15 %")
+
+
+def rows_of(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The table: measured / closed form (ratio), for each measurement."""
+    rows = []
+    for record in records:
+        name = [record["strategy"], str(record["every"])]
+        if record.get("error"):
+            rows.append([*name, "failed", "", "", "", record["error"]])
+            continue
+        found = beside(record)
+        wrong = [one.figure for one in found if not one.holds]
+        rows.append([*name, *map(_text, found), f"no: {', '.join(wrong)}" if wrong else "yes"])
+    return rows
+
+
+def _text(one: Beside) -> str:
+    ratio = "" if one.ratio is None else f" ({one.ratio:.2f})"
+    return f"{one.measured:.3f} / {one.form:.3f}{ratio}"
+
+
+def show(console: Console, records: Sequence[Mapping[str, Any]]) -> None:
+    """Print the table of a session."""
+    table = Table(title="measured / closed form (ratio)", title_justify="left")
+    for head in HEADS:
+        table.add_column(head, overflow="fold")
+    for row in rows_of(records):
+        table.add_row(*row)
+    console.print(table)
+
+
+def all_hold(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether every measurement came to its end and agrees with its closed form."""
+    return all(not r.get("error") and all(one.holds for one in beside(r)) for r in records)

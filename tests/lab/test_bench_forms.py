@@ -1,0 +1,185 @@
+"""Strategies beside their closed forms: the table, not the times."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from asymcheck.planning.strategies import strategies
+from asymcheck_lab import compare_forms
+from asymcheck_lab.cli import app
+from asymcheck_lab.compare_forms import (
+    FormOptions,
+    FormSpec,
+    all_hold,
+    beside,
+    cases,
+    mechanisms_of,
+    predicted,
+    read_forms,
+    rows_of,
+    run_forms,
+)
+from asymcheck_lab.errors import DataError, UsageError
+
+
+def record(**fields: Any) -> dict[str, Any]:
+    """A blocking save of 0.05 s copy and 0.5 s write, durable before training goes on."""
+    base: dict[str, Any] = {
+        "schema": 1,
+        "session": "2026-02-02T00:00:00+00:00",
+        "strategy": "naive",
+        "every": 2,
+        "bytes_per_s": 64e6,
+        "step_s": 0.2,
+        "window_s": 0.15,
+        "copy_s": 0.05,
+        "raw_bytes": 32_000_000,
+        "stored_bytes": 32_000_000,
+        "encode_s": 0.0,
+        "library_copy_s": 0.05,
+        "batches": 10,
+        "stall_s": 0.55,
+        "durable_s": 0.55,
+        "period_s": 0.95,
+        "in_flight": 0.0,
+    }
+    return {**base, **fields}
+
+
+def test_every_strategy_of_the_table_has_a_closed_form_and_two_cases() -> None:
+    found = list(cases(FormOptions()))
+    assert [spec.strategy for spec in found] == [name for name in strategies for _ in range(2)]
+    for spec in found:
+        assert mechanisms_of(strategies[spec.strategy])
+        root = replace(spec, folder="/somewhere").root
+        assert root == "throttled+file:///somewhere?bytes_per_s=24000000.0"
+    assert {spec.every for spec in found} == {1, 16}
+
+
+def test_the_forms_get_the_times_of_the_measurement() -> None:
+    form = predicted(record())
+    assert form.stall_s == pytest.approx(0.05 + 0.5)
+    assert form.durable_s == pytest.approx(0.55)
+    assert form.period_s == pytest.approx(0.95)
+    # Behind a window of 0.15 s the copy stalls nothing; the one before is waited for.
+    lazy = predicted(record(strategy="asymcheck"))
+    assert lazy.boundary_s == lazy.fence_s == 0.0
+    assert lazy.wait_s == pytest.approx(0.55 - 2 * 0.2)
+    # A batch of ten is encoded while the one before is written; the slower of the two decides.
+    slow = predicted(record(stored_bytes=6_400_000, encode_s=0.3))
+    assert slow.stall_s == pytest.approx(0.05 + (0.1 + 0.3) / 10 + 0.9 * 0.3)
+    # Square-root batches are written when all is encoded.
+    last = predicted(
+        record(strategy="asymcheck-paper", every=10, stored_bytes=6_400_000, encode_s=0.3)
+    )
+    assert last.durable_s == pytest.approx(0.05 + 0.1 + 0.3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({}, []),
+        ({"stall_s": 0.63}, []),  # 15 % of 0.55 is 0.08
+        ({"stall_s": 0.64}, ["stall"]),
+        ({"durable_s": 0.46}, ["durable"]),
+        ({"period_s": 1.1}, ["period"]),
+        ({"in_flight": 0.2}, ["in flight"]),
+    ],
+)
+def test_a_figure_holds_within_fifteen_percent(changes: dict[str, Any], wrong: list[str]) -> None:
+    one = record(**changes)
+    assert [found.figure for found in beside(one) if not found.holds] == wrong
+    assert all_hold([one]) == (not wrong)
+    (row,) = rows_of([one])
+    assert row[-1] == (f"no: {', '.join(wrong)}" if wrong else "yes")
+
+
+def test_next_to_nothing_is_compared_by_difference_and_not_by_ratio() -> None:
+    seldom = record(
+        strategy="asymcheck", every=10, stall_s=0.01, period_s=2.0, durable_s=0.55, in_flight=0.275
+    )
+    stall = beside(seldom)[0]
+    assert (stall.form, stall.ratio, stall.holds) == (0.0, None, True)
+    (row,) = rows_of([seldom])
+    assert row[2] == "0.010 / 0.000"
+    assert row[3] == "0.550 / 0.550 (1.00)"
+
+
+def test_a_strategy_that_does_not_exist_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match="found 'asymchek'; did you mean 'asymcheck'"):
+        FormOptions(names=("asymchek",))
+
+
+def test_a_measurement_that_fails_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        compare_forms, "cases", lambda _: [FormSpec(strategy="naive", every=2, checkpoints=1)]
+    )
+    options = FormOptions(
+        names=("naive",), folder=tmp_path / "r", results=tmp_path / "f.jsonl", timeout_s=0.0
+    )
+    (found,) = run_forms(options, lambda _: None)
+    assert "still running after 0 s" in found["error"]
+    assert not all_hold([found])
+    assert read_forms(options.results) == json.loads(json.dumps([found]))
+    assert rows_of([found])[0][2] == "failed"
+
+
+def test_a_measurement_has_every_time_that_the_form_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = FormSpec(
+        strategy="asymcheck",
+        every=2,
+        checkpoints=2,
+        window_s=0.01,
+        state_bytes=240_000,
+        bytes_per_s=100e6,
+    )
+    monkeypatch.setattr(compare_forms, "cases", lambda _: [small])
+    options = FormOptions(folder=tmp_path / "runs", results=tmp_path / "forms.jsonl")
+    (found,) = run_forms(options, lambda _: None)
+    assert "error" not in found, found["error"]
+    assert list(options.folder.iterdir()) == []
+    assert found["raw_bytes"] > 240_000 * 0.9
+    assert found["durable_s"] > 0
+    assert found["period_s"] >= 2 * 0.01
+    assert len(beside(found)) == 4
+    assert str(tmp_path) not in json.dumps(found)
+
+
+def test_a_session_can_be_shown_again_and_tells_by_its_exit_whether_all_hold(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "forms.jsonl"
+    path.write_text(json.dumps(record()) + "\n")
+    arguments = ["bench", "--synthetic", "--report", "--results", str(path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    path.write_text(json.dumps(record(stall_s=2.0)) + "\n")
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1
+    console = Console(width=140, record=True)
+    compare_forms.show(console, [record(stall_s=2.0)])
+    assert "no: stall" in console.export_text()
+
+
+def test_a_stall_where_none_is_expected_has_no_ratio_and_does_not_hold() -> None:
+    (row,) = rows_of([record(strategy="asymcheck", every=10, stall_s=0.5)])
+    assert row[2] == "0.500 / 0.000"
+    assert row[-1].startswith("no: stall")
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "forms.jsonl"
+    path.write_text('{"schema": 1, "strategy": "naive"}\n')
+    with pytest.raises(DataError, match="line 1"):
+        read_forms(path)
