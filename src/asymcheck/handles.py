@@ -66,7 +66,7 @@ class SaveReport:
         batches: Writes that the chunks were merged into.
         groups: What became of each kind of leaf: codec, bytes, CPU seconds.
         fidelity: ``exact`` where every bit comes back.
-        base: Step of the key-frame that differences were made to, 0 where there are none.
+        base: Step of the checkpoint that differences were made to, 0 where there are none.
         tier: Where it is: in the ``store``, or in the ``memory`` of this host alone, as safe as
             ``Placement`` says. What is in memory has nothing stored and nothing persisted; its
             ``durable_s`` and ``lag_steps`` are those of that tier.

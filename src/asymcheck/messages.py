@@ -38,7 +38,7 @@ class Durable:
         batches: Writes that the chunks were merged into.
         groups: What became of each kind of leaf.
         fidelity: ``exact``, or what the losses in its index are within.
-        base: Step of the key-frame that differences in it are made to, 0 where there are none.
+        base: Step of the checkpoint that differences in it are made to, 0 where there are none.
     """
 
     step: int
