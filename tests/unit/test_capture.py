@@ -6,7 +6,9 @@ import gc
 import math
 import random
 import signal
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -705,6 +707,14 @@ def _once(first: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., 
     return calling
 
 
+def _functions_of(thread: int) -> list[str]:
+    frame, found = sys._current_frames().get(thread), []
+    while frame is not None:
+        found.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return found
+
+
 def test_ctrl_c_while_the_update_waits_tears_nothing(train: Callable[..., Training]) -> None:
     training = train()
     brake = Brake(training.copier)
@@ -712,12 +722,20 @@ def test_ctrl_c_while_the_update_waits_tears_nothing(train: Callable[..., Traini
     handle = training.checkpointer.save(1)
     brake.wait()
     training.forward()
-    timer = threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT))
     main = threading.main_thread().ident
-    timer.start()
+    assert main is not None
+
+    def strike() -> None:
+        end = time.monotonic() + WAIT_S
+        while "hold_updates" not in _functions_of(main) and time.monotonic() < end:
+            time.sleep(0.001)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    striker = threading.Thread(target=strike)
     with pytest.raises(KeyboardInterrupt):
+        striker.start()
         training.optimizer.step()
-    timer.join(WAIT_S)
+    striker.join(WAIT_S)
     brake.release()
     training.optimizer.step()
     assert handle.durable.result(WAIT_S).step == 1
