@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.guards  # it derives from classes of pickle that a test takes away
 from torch import nn
 
 from asymcheck import (
