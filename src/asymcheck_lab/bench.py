@@ -12,7 +12,7 @@ import mmap
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -68,17 +68,12 @@ class BenchOptions:
             raise UsageError(
                 f"warmup: expected at most every={self.every} steps, found {self.warmup}"
             )
-        for name in self.systems:
-            if name not in RIVALS:
-                raise UsageError(
-                    f"systems: expected some of {', '.join(RIVALS)}, found "
-                    f"{name!r}{nearest(name, RIVALS)}"
-                )
+        refuse_unknown("systems", self.systems, RIVALS)
 
     @property
     def all_systems(self) -> tuple[str, ...]:
         """Those to run, without repetition, the comparison first."""
-        return tuple(dict.fromkeys((NONE, *self.systems)))
+        return comparison_first(self.systems)
 
     @property
     def command(self) -> str:
@@ -87,6 +82,25 @@ class BenchOptions:
             f"asymlab bench --size {self.size} --rounds {self.rounds} --steps {self.steps} "
             f"--every {self.every} --warmup {self.warmup} --systems {','.join(self.all_systems)}"
         )
+
+
+def refuse_unknown(option: str, chosen: Iterable[str], known: Collection[str]) -> None:
+    """Refuse names that there are not.
+
+    Raises:
+        UsageError: One is not known; names the nearest.
+    """
+    for name in chosen:
+        if name not in known:
+            raise UsageError(
+                f"{option}: expected some of {', '.join(known)}, found "
+                f"{name!r}{nearest(name, known)}"
+            )
+
+
+def comparison_first(systems: Iterable[str]) -> tuple[str, ...]:
+    """The systems without repetition, behind the run without checkpoints."""
+    return tuple(dict.fromkeys((NONE, *systems)))
 
 
 def run_bench(options: BenchOptions, say: Callable[[str], None]) -> list[dict[str, Any]]:

@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from asymcheck.errors import nearest
 from asymcheck_lab.bench import (
     append_record,
+    comparison_first,
     describe_session,
     order_of,
     prepare,
     read_records,
+    refuse_unknown,
     warm_memory,
 )
 from asymcheck_lab.bench_child import RunServer, run_root
@@ -28,7 +29,7 @@ from asymcheck_lab.bench_run import RunSpec
 from asymcheck_lab.bench_work import sizes_to_compare
 from asymcheck_lab.errors import DataError, RunError, UsageError
 from asymcheck_lab.presets import TASKS
-from asymcheck_lab.rivals import NONE, RIVALS, Rival
+from asymcheck_lab.rivals import RIVALS, Rival
 
 SCHEMA = 2
 DISK = "disk"
@@ -101,23 +102,15 @@ class CompareOptions:
                 f"every: expected at least warmup={self.warmup} steps, found {list(self.every)}"
             )
         known = [size for model in self.models for size in sizes_to_compare(model)]
-        for what, chosen, there in (
-            ("sizes", self.sizes, tuple(dict.fromkeys(known))),
-            ("systems", self.systems, tuple(RIVALS)),
-        ):
-            for name in chosen:
-                if name not in there:
-                    raise UsageError(
-                        f"{what}: expected some of {', '.join(there)}, found "
-                        f"{name!r}{nearest(name, there)}"
-                    )
+        refuse_unknown("sizes", self.sizes, tuple(dict.fromkeys(known)))
+        refuse_unknown("systems", self.systems, RIVALS)
         for store in self.stores:
             rate_of(store)
 
     @property
     def all_systems(self) -> tuple[str, ...]:
         """Those to run, without repetition, the comparison first."""
-        return tuple(dict.fromkeys((NONE, *self.systems)))
+        return comparison_first(self.systems)
 
     @property
     def cells(self) -> list[Cell]:
