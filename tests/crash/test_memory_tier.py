@@ -283,7 +283,7 @@ def test_whichever_way_it_ends_the_newest_comes_to_the_store(place: Place, how: 
         elif how == "collected":
             job = None
             gc.collect()
-            until(lambda: not endings._endings, "it is closed")
+            until(lambda: not any(e.is_ours for e in endings._endings), "it is closed")
         else:
             endings.close_all()  # what the end of the interpreter calls
 
