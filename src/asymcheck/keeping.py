@@ -45,6 +45,7 @@ class Active:
         is_compared: Whether the versions were compared.
         step_stall_s: See ``SaveReport``.
         fence_stall_s: See ``SaveReport``.
+        is_trial: See ``SaveReport``.
         dropped: Why it was.
     """
 
@@ -59,6 +60,7 @@ class Active:
     is_compared: bool = False
     step_stall_s: float = 0.0
     fence_stall_s: float = 0.0
+    is_trial: bool = False
     dropped: DroppedCheckpoint | None = None
 
     @property
@@ -75,6 +77,7 @@ class Keeper:
         arena: Gets the slots back.
         persister: Takes what goes to the store.
         tracer: Is told of what became durable.
+        waits: Whether training waits until a checkpoint is durable.
         keeps_nameless: Whether memory without a name is as good as the store, which ends with
             this process too.
         warn: Told, once, that nothing can be kept in memory.
@@ -90,6 +93,7 @@ class Keeper:
         persister: Persister,
         tracer: Tracer | None,
         *,
+        waits: bool,
         keeps_nameless: bool,
         warn: Callable[[str], None],
     ) -> None:
@@ -97,6 +101,7 @@ class Keeper:
         self._arena = arena
         self._persister = persister
         self._tracer = tracer
+        self._waits = waits
         self._keeps_nameless = keeps_nameless
         self._warn = warn
         self._has_warned = False
@@ -255,13 +260,16 @@ class Keeper:
         handle.durable.set_result(report)
 
     def _completed(self, active: Active, found: Durable) -> SaveReport:
-        report = report_of(found, active.eager_bytes, active.step_stall_s, active.how)
+        # Who waits for all of it waits for the copy too, and no update does.
+        step_stall_s = found.durable_s if self._waits else active.step_stall_s
+        report = report_of(found, active.eager_bytes, step_stall_s, active.how)
         return replace(
             report,
-            fence_stall_s=active.fence_stall_s,
+            fence_stall_s=0.0 if self._waits else active.fence_stall_s,
             copy_s=active.copy.duration_s,
             cpu_s=report.cpu_s + active.copy.cpu_s,
             lag_steps=max(0, self.latest_step - report.step),
+            is_trial=active.is_trial,
         )
 
     def _report(self, active: Active) -> SaveReport:

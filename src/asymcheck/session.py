@@ -116,8 +116,7 @@ class Checkpointer:
         if trace is not None and not self._read_only:
             path = options.a_file("trace", trace)
             self._sink = self._tracer = Tracer(path, self._sink, self._strategy)
-        waits = self._strategy.persist == "before"
-        self._outcomes = Outcomes(on_error, waits, self._timekeeper, self._tracer)
+        self._outcomes = Outcomes(on_error, self._timekeeper, self._tracer)
         self._state = State(options.named_objects(state))
         self._store = options.as_store(root)
         self._persist = who_persists(persist, root, self._store)
