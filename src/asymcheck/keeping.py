@@ -128,8 +128,15 @@ class Keeper:
         active.users = {"copy", "memory", "persister"} if active.to_store else {"copy", "memory"}
 
     def start(self, active: Active) -> None:
-        """It is about to be copied: from now on somebody will settle it."""
+        """It is about to be copied: from now on somebody will settle it.
+
+        What goes to the store is followed by the persister as soon as its slot is being filled.
+        That was decided at the boundary: what is small is whole already, and may be on its way to
+        the store before the copying thread has seen it.
+        """
         self._newest = active
+        if "persister" in active.users:
+            active.copy.before = lambda: self._submit(active, active.handle)
 
     def make_way(self) -> None:
         """Keep nothing in memory any more: what is there alone goes to the persister now."""
@@ -190,11 +197,6 @@ class Keeper:
         self._stored_step, self._stored_s = step, monotonic()
 
     # --- on the copying thread, but for what is whole at its boundary -------
-
-    def begin(self, active: Active) -> None:
-        """Its slot is being filled: the persister follows."""
-        if "persister" in active.users:
-            self._submit(active, active.handle)
 
     def check(self, active: Active) -> None:
         """Before it takes the place of the newest whole one: is it? Nobody else will look.

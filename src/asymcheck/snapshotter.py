@@ -314,7 +314,6 @@ class Snapshotter:
     def _start(self, active: Active, *, watched: bool) -> None:
         """Hand the slot to the copying thread, and there to the persister, no Ctrl-C between."""
         copy = active.copy
-        copy.before = lambda: self._keeper.begin(active)
         try:
             self._keeper.start(active)
             self._active = active if watched else None
