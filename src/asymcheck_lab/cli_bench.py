@@ -213,7 +213,7 @@ def _compare(
         chosen_numbers,
         run_compare,
     )
-    from asymcheck_lab.compare_records import newest_runs, read_compare, run_of
+    from asymcheck_lab.compare_records import read_compare, run_of
     from asymcheck_lab.compare_report import render, show
     from asymcheck_lab.presets import TASKS
     from asymcheck_lab.rivals import RIVALS
@@ -228,14 +228,16 @@ def _compare(
         **given,
     )
     if report_only:
-        runs = newest_runs(read_compare(results))
+        runs = read_compare(results)
+        failed = False  # then it was said
     else:
         records = run_compare(options, lambda line: typer.echo(line, err=True))
         runs = [run_of(record) for record in records]
+        failed = any(run.error for run in runs)
     show(Console(), runs)
     if docs is not None:
-        write_into(docs, render(runs))
-    if any(run.error for run in runs):
+        write_into(docs, render(read_compare(results)))
+    if failed:
         raise typer.Exit(1)
 
 

@@ -178,12 +178,6 @@ def read_compare(path: Path) -> list[Run]:
     return _read_file(path, (SCHEMA,))
 
 
-def newest_runs(runs: Sequence[Run]) -> list[Run]:
-    """Those of the session that was started last."""
-    newest = max((run.session for run in runs), default="")
-    return [run for run in runs if run.session == newest]
-
-
 def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]

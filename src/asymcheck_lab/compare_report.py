@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from asymcheck_lab.compare_records import Run
+from asymcheck_lab.compare_records import Machine, Run
 from asymcheck_lab.compare_stats import COLUMNS, CellRows, Column, Row, cells_of
 from asymcheck_lab.errors import DataError
 
@@ -84,11 +84,11 @@ def head_of(found: CellRows) -> str:
 
 
 def show(console: Console, runs: Sequence[Run]) -> None:
-    """Print the tables of a session; what systems do not save is spelled out below each.
+    """Print the tables; what systems do not save is spelled out below each.
 
     Args:
         console: Where to.
-        runs: Of one session.
+        runs: Of any sessions; each cell is shown as its newest session measured it.
     """
     for found in cells_of(runs):
         heads, rows = lines_of(found, brief=True)
@@ -116,15 +116,22 @@ def render(runs: Sequence[Run]) -> str:
     """The same as Markdown, with where and how it was measured.
 
     Args:
-        runs: Of one session.
+        runs: Of any sessions; each cell is shown as its newest session measured it.
 
     Raises:
         DataError: There is none.
     """
     if not runs:
         raise DataError("comparison", expected="records of a session", found="none")
-    cells = cells_of(runs)
-    parts = [_about(runs, max(found.rounds for found in cells))]
+    sessions: dict[tuple[Machine, str], list[CellRows]] = {}
+    for found in cells_of(runs):
+        sessions.setdefault((found.machine, found.newest.session), []).append(found)
+    return "\n\n".join(part for cells in sessions.values() for part in _parts(cells)) + "\n"
+
+
+def _parts(cells: Sequence[CellRows]) -> list[str]:
+    """The paragraphs of a session."""
+    parts = [_about(cells)]
     for found in cells:
         heads, rows = lines_of(found)
         lines = [
@@ -136,11 +143,12 @@ def render(runs: Sequence[Run]) -> str:
         notes = notes_of(found)
         if notes:
             parts.append("\n".join(f"- {note}" for note in notes))
-    return "\n\n".join(parts) + "\n"
+    return parts
 
 
-def _about(runs: Sequence[Run], rounds: int) -> str:
-    first = runs[0]
+def _about(cells: Sequence[CellRows]) -> str:
+    first, rounds = cells[0].newest, max(found.rounds for found in cells)
+    runs = [row.run for found in cells for row in (*found.rows, *found.missing)]
     changed = "" if first.commit_is_clean else " with changes that were not committed"
     libraries = dict.fromkeys(r.library for r in runs if not r.absent and r.library.count(" ") == 1)
     versions = {**first.versions, **dict(library.split(" ") for library in libraries)}
