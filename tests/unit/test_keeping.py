@@ -440,7 +440,8 @@ def test_what_is_whole_at_its_boundary_goes_to_the_store_once_whoever_comes_firs
     snapshotter._persister.begin, snapshotter.copier.start = counted, late.append
     handle = checkpointer.save(1)
     assert checkpointer.wait(WAIT_S)
-    assert begun == [1] and not late
+    assert begun == [1]
+    assert not late
     assert handle.durable.result(0).tier == "memory"
     checkpointer.close()
     assert begun == [1]
