@@ -58,6 +58,8 @@ def is_launched() -> bool:
 def join(parallel: str, device: str) -> Iterator[World]:
     """Become one of the ranks that a launcher started; blocks until all are there.
 
+    A process group that is there already is taken as it is, and left.
+
     Args:
         parallel: How the model is spread; with ``none`` this process is alone.
         device: ``cpu``, or ``cuda`` for the device of this rank's number on its host.
@@ -65,27 +67,28 @@ def join(parallel: str, device: str) -> Iterator[World]:
     Raises:
         UsageError: There is no launcher, or one that started several for ``none``.
     """
-    several = is_launched() and os.environ["WORLD_SIZE"] != "1"
+    dist = torch.distributed
+    there = dist.is_available() and dist.is_initialized()
+    size = dist.get_world_size() if there else int(os.environ.get("WORLD_SIZE", "1"))
     if parallel == "none":
-        if several:
+        if (there or is_launched()) and size > 1:
             raise UsageError(
-                f"parallel: expected ddp, fsdp2 or a zero with {os.environ['WORLD_SIZE']} ranks, "
-                f"found none"
+                f"parallel: expected ddp, fsdp2 or a zero with {size} ranks, found none"
             )
         yield World(device=device)
         return
-    if not is_launched():
+    if not there and not is_launched():
         raise UsageError(
             f"parallel: {parallel} needs a launcher: torchrun, deepspeed, or asymlab train, which "
             f"starts one"
         )
-    local_rank, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ["WORLD_SIZE"])
     # torchrun says it by the first name, DeepSpeed's launcher by the second.
     local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or size
     if device == "cuda":
-        device = f"cuda:{local_rank}"
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
-    dist = torch.distributed
-    dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=_LIMIT)
-    yield World(dist.get_rank(), dist.get_world_size(), int(local_size), device)
-    dist.destroy_process_group()  # after a failure the others may never come: it is left to the end
+    if not there:
+        dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=_LIMIT)
+    yield World(dist.get_rank(), size, int(local_size), device)
+    if not there:  # after a failure the others may never come: it is left to the end
+        dist.destroy_process_group()
