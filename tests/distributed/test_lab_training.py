@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from statistics import fmean
 
@@ -9,8 +10,8 @@ import pytest
 
 from asymcheck.testing.ranks import check_all, run_ranks
 from asymcheck_lab.proof import different_entries, different_losses
-from asymcheck_lab.record import read_log, read_result
-from asymcheck_lab.train import TrainOptions, train
+from asymcheck_lab.record import StepRecord, read_log, read_result
+from asymcheck_lab.train import Silent, TrainOptions, train
 
 STEPS = 24
 
@@ -76,3 +77,47 @@ def test_the_loss_falls_alike_under_ddp_and_fsdp2(tmp_path: Path, model: str):
         assert first
         assert (first == second) == alike, piece
     assert ranks("fsdp2", "model/")[0] != ranks("fsdp2", "model/")[1]
+
+
+class SaysAndWaits(Silent):
+    """After a step says that it is done, and goes no further."""
+
+    def __init__(self, step: int, say) -> None:
+        self._step, self._say = step, say
+
+    def stepped(self, record: StepRecord) -> None:
+        if record.step == self._step:
+            self._say("now")
+            signal.pause()
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("parallel", [*SPREAD, pytest.param("zero3", marks=pytest.mark.extra)])
+@pytest.mark.parametrize("model", RUNS)
+def test_a_rank_that_is_killed_in_a_save_changes_no_bit(
+    tmp_path: Path, model: str, parallel: str
+):
+    # Step 16 is saved behind step 17, after which rank 1 is killed: it is there, or is not.
+    roots = {"whole": None, "cut": str(tmp_path / "checkpoints")}
+
+    def run(name: str):
+        def work(rank, say):
+            observer = SaysAndWaits(17, say) if name == "killed" and rank == 1 else None
+            place = "whole" if name == "whole" else "cut"
+            train(options(tmp_path / place, model, parallel, root=roots[place]), observer)
+
+        return work
+
+    check_all(run_ranks(2, run("whole")))
+    outcomes = run_ranks(2, run("killed"), kill={1: "now"})
+    assert [bool(outcome.status) for outcome in outcomes] == [True, True]
+    killed = read_log(tmp_path / "cut" / "log.jsonl")
+    check_all(run_ranks(2, run("resumed")))
+
+    whole = read_log(tmp_path / "whole" / "log.jsonl")
+    later = read_log(tmp_path / "cut" / "log.jsonl")[len(killed) :]
+    expected, found = (read_result(tmp_path / n / "result.json") for n in ("whole", "cut"))
+    assert found.resumed_from in (8, 16)
+    assert different_losses(whole, killed, range(1, 18)) == []
+    assert different_losses(whole, later, range(found.resumed_from + 1, STEPS + 1)) == []
+    assert different_entries(expected.fingerprint, found.fingerprint) == []
