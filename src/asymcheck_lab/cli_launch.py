@@ -27,14 +27,18 @@ def hosts_of(parallel: str, device: str, ranks: int | None, hostfile: Path | Non
     """
     if parallel == "none":
         if hostfile is not None or (ranks or 1) > 1:
-            raise UsageError("parallel: expected ddp, fsdp2 or a zero for several ranks, found none")
+            raise UsageError(
+                "parallel: expected ddp, fsdp2 or a zero for several ranks, found none"
+            )
         return []
     if hostfile is not None and ranks is not None:
         raise UsageError("ranks: expected none with a hostfile, which has slots, found one")
     world = os.environ.get("WORLD_SIZE")
     if "RANK" in os.environ and world is not None:
         if hostfile is not None:
-            raise UsageError("hostfile: expected none under a launcher, which has its own, found one")
+            raise UsageError(
+                "hostfile: expected none under a launcher, which has its own, found one"
+            )
         if ranks is not None and str(ranks) != world:
             raise UsageError(f"ranks: expected {world}, which the launcher started, found {ranks}")
         return []

@@ -77,9 +77,7 @@ def memory_rows(measured: Measured, ways: list[tuple[str, int]]) -> Iterator[str
     for name, world in ways:
         parallel = PARALLELS[name]
         half = parallel.masters
-        holds = needed_bytes(
-            measured, checkpoints=True, parallel=parallel, world=world, half=half
-        )
+        holds = needed_bytes(measured, checkpoints=True, parallel=parallel, world=world, half=half)
         yield (
             f"{world:>5}  {name:<10}  {'bf16' if half else 'fp32':<11}  "
             f"{size_text(_rounded(holds)):>10}  {size_text(saved_bytes(measured, world)):>10}"

@@ -71,19 +71,24 @@ def usual_ranks(device: str) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def command_on(hosts: Sequence[Host], number: int, port: int, arguments: Sequence[str]) -> list[str]:
+def command_on(
+    hosts: Sequence[Host], number: int, port: int, arguments: Sequence[str]
+) -> list[str]:
     """What starts the ranks of host ``number``, there."""
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *(f"--nnodes={len(hosts)}", f"--node-rank={number}"),
         f"--nproc-per-node={hosts[number].slots}",
         *(f"--master-addr={hosts[0].name}", f"--master-port={port}"),
-        *("-m", "asymcheck_lab"),
+        # What follows is not torchrun's, which would take --run for an abbreviation of its own.
+        *("-m", "--", "asymcheck_lab"),
         *arguments,
     ]
 
 
-def over_ssh(host: str, command: Sequence[str], environ: Mapping[str, str], folder: Path) -> list[str]:
+def over_ssh(
+    host: str, command: Sequence[str], environ: Mapping[str, str], folder: Path
+) -> list[str]:
     """``command``, on another host, in the same folder and with what Python and NCCL go by.
 
     A terminal is asked for, so that what runs there ends with the connection.

@@ -45,7 +45,7 @@ PARALLELS: Mapping[str, Parallel] = {
     "zero2": Parallel(stage=2, masters=True, buckets=2, needs="deepspeed"),
     "zero3": Parallel(stage=3, masters=True, units=3, buckets=2, needs="deepspeed"),
 }
-"""Every way by name: one process, ``DistributedDataParallel``, ``fully_shard``, DeepSpeed's ZeRO."""
+"""Every way by name: one process, DDP, ``fully_shard``, the stages of DeepSpeed's ZeRO."""
 
 
 def find_parallel(name: str) -> Parallel:

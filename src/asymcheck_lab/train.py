@@ -242,7 +242,9 @@ class _Job:
         each = self._world.gather(fingerprint(recipe.bare, recipe.optimizer, recipe.values()))
         if len(each) == 1:
             return dict(each[0])
-        return {f"rank{n}/{key}": value for n, mine in enumerate(each) for key, value in mine.items()}
+        return {
+            f"rank{n}/{key}": value for n, mine in enumerate(each) for key, value in mine.items()
+        }
 
     def _checkpointer(self) -> Checkpointer | None:
         if self._options.root is None:

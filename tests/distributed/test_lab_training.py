@@ -94,9 +94,7 @@ class SaysAndWaits(Silent):
 @pytest.mark.crash
 @pytest.mark.parametrize("parallel", [*SPREAD, pytest.param("zero3", marks=pytest.mark.extra)])
 @pytest.mark.parametrize("model", RUNS)
-def test_a_rank_that_is_killed_in_a_save_changes_no_bit(
-    tmp_path: Path, model: str, parallel: str
-):
+def test_a_rank_that_is_killed_in_a_save_changes_no_bit(tmp_path: Path, model: str, parallel: str):
     # Step 16 is saved behind step 17, after which rank 1 is killed: it is there, or is not.
     roots = {"whole": None, "cut": str(tmp_path / "checkpoints")}
 

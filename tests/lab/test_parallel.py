@@ -163,7 +163,7 @@ def test_a_model_that_is_too_large_for_one_fits_where_ranks_share_it(
 ):
     preset, zero3 = load_preset("bert", "10b"), PARALLELS["zero3"]
     monkeypatch.setattr(asymcheck_lab.sizes, "host_bytes", lambda: 64 * GIB)
-    with pytest.raises(UsageError, match="found 64.0 GiB"):
+    with pytest.raises(UsageError, match=r"found 64\.0 GiB"):
         refuse_what_cannot_fit(preset, "span-qa", checkpoints=True)
     spread = {"checkpoints": True, "parallel": zero3, "world": 8}
     refuse_what_cannot_fit(preset, "span-qa", **spread)
@@ -175,7 +175,9 @@ def test_each_script_shows_the_memory_that_the_table_has():
     for name, text in scripts().items():
         model, size = name.removesuffix(".sh").split("/")
         measured = measure(load_preset(model, size), TASKS[model][0])
-        found = [line.split() for line in text.splitlines() if line.endswith("B") and "-" not in line]
+        found = [
+            line.split() for line in text.splitlines() if line.endswith("B") and "-" not in line
+        ]
         rows = [line[1:] for line in found if line[1:2] and line[1].isdigit()]
         assert [row[1] for row in rows][:6] == list(PARALLELS), name
         for row in rows:
@@ -299,7 +301,9 @@ def test_two_hosts_train_as_one_world(tmp_path: Path):
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
     # In the place of another host: this one.
-    ssh.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\nfor last; do :; done\nexec sh -c "$last"\n')
+    ssh.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/called\nfor last; do :; done\nexec sh -c "$last"\n'
+    )
     ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "hosts").write_text("127.0.0.1 slots=1\nfar-away slots=2\n")
     done = run_command(
