@@ -9,6 +9,7 @@
   - StoreError                the medium failed; ``retryable`` says whether to try again
     + ObjectNotFound          the named object is not there
   - SupersededWriter          a newer attempt owns this root: stop this job
+  - RankFailed                another rank failed or is silent, so all ranks stop together
   - RecoveryError
     + NoCheckpoint            nothing to resume from: start fresh
     + CorruptCheckpoint       this one is damaged: an older one may load
@@ -93,6 +94,18 @@ class ObjectNotFound(StoreError):
 
 class SupersededWriter(CheckpointError):
     """A newer attempt has claimed this root, so this job must not write to it any more."""
+
+
+class RankFailed(CheckpointError):
+    """Another rank failed, does not answer, or is at another call: no rank goes on alone.
+
+    Attributes:
+        ranks: Which, ascending.
+    """
+
+    def __init__(self, ranks: Sequence[int], message: str) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class RecoveryError(CheckpointError):
