@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from asymcheck.device.sharding import Copies, is_dtensor, local, share_of
+from asymcheck.device.sharding import Copies, is_dtensor, local, shard_of
 from asymcheck.device.tensors import (
     NUMPY_PREFIX,
     Bytes,
@@ -226,13 +226,13 @@ class Collector:
         return Known(looks, list(keys), picks, specs, lazy, aliases, sharded)
 
     def _tensor_source(self, key: str, tensor: torch.Tensor, kind: str) -> Source:
-        mine, held, share = tensor, None, None
+        mine, held, shard = tensor, None, None
         if is_dtensor(tensor):
-            mine, held, share = local(tensor), tensor, share_of(key, tensor)
+            mine, held, shard = local(tensor), tensor, shard_of(key, tensor)
         check_supported(key, mine)
         spec = _spec(key, mine.detach(), kind)
-        if share is not None:
-            spec = as_piece(spec, share.piece)._replace(copies=share.copies)
+        if shard is not None:
+            spec = as_piece(spec, shard.piece)._replace(copies=shard.copies)
         elif self.copies is not None:
             spec = spec._replace(copies=self.copies)
         return Source(spec, mine.detach() if spec.lazy else mine, held=held)
