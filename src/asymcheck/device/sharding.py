@@ -112,7 +112,7 @@ def _spots(
             continue
         factor = getattr(placement, "split_factor", None)
         if factor is None and not placement.is_shard():
-            return str(placement)
+            return repr(placement)
         dim = placement.dim
         parts = [spans[dim]] if factor is None else _chunks(spans[dim], factor)
         spans[dim] = _joined([_chunk(part, size, mine) for part in parts])
