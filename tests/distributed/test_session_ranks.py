@@ -39,7 +39,7 @@ from asymcheck.testing.ranks import check_all, run_ranks
 
 HOWS = pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 
-SIDE = 160  # 100 KiB each: large enough to be copied behind the training
+SIDE = 256  # 256 KiB each: half of it is large enough to be copied behind the training
 
 
 def digest(*tensors: torch.Tensor) -> str:
@@ -161,7 +161,8 @@ def test_a_rank_killed_in_a_save_leaves_the_one_before_for_any_number_of_ranks(
                 time.sleep(600),
             )
         job.step()
-        job.update()
+        for _ in range(50):
+            job.update()
 
     outcomes = run_ranks(2, work, kill={killed: "in the middle"}, collective_timeout_s=10)
     assert outcomes[killed].was_killed
@@ -254,7 +255,7 @@ def test_what_happens_when_memory_is_full_happens_on_all_ranks(
     strategy = Strategy(admission=Admission(when_full=when_full))
 
     def work(rank, say):
-        root = f"throttled+file://{tmp_path / "root"}?bytes_per_s=400000"
+        root = f"throttled+file://{tmp_path / "root"}?bytes_per_s=1000000"
         job = Job(root, every_steps=1, strategy=strategy, grace_s=60.0)
         job.restore()
         saved, raised = [], []
