@@ -81,6 +81,8 @@ class Capture:
         canaries: What is compared before the checkpoint is committed.
         kinds: Kind of each leaf: ``parameter``, ``state/`` and the name of an optimizer's
             entry, or empty.
+        rank: Of this process.
+        world: How many ranks save it together.
     """
 
     at: CheckpointId
@@ -93,6 +95,8 @@ class Capture:
     boundary_s: float
     canaries: tuple[Canary, ...] = ()
     kinds: tuple[str, ...] = ()
+    rank: int = 0
+    world: int = 1
 
     @property
     def raw_bytes(self) -> int:
@@ -135,6 +139,8 @@ def dump_capture(capture: Capture, geometry: str = "") -> bytes:
         "versions": dict(capture.versions),
         "created_s": capture.created_s,
         "boundary_s": capture.boundary_s,
+        "rank": capture.rank,
+        "world": capture.world,
     }
     geometry = geometry or dump_geometry(
         capture.leaves, capture.chunks, capture.canaries, capture.kinds
@@ -163,6 +169,8 @@ def parse_capture(data: bytes, where: str) -> Capture:
         boundary_s=raw["boundary_s"],
         canaries=tuple(Canary(*c) for c in raw["canaries"]),
         kinds=tuple(raw["kinds"]),
+        rank=raw.get("rank", 0),  # one that an older release left says nothing of ranks
+        world=raw.get("world", 1),
     )
 
 

@@ -31,6 +31,7 @@ TREE_DTYPE = "json"
 RAW = "raw"
 """Codec of a chunk that is stored as the bytes of the image."""
 CODEC = re.compile(r"[a-z0-9][a-z0-9+._-]{0,39}\Z")
+_LOSSY = re.compile(r"(?:moments|aggressive|excp)\Z")
 
 
 class Leaf(NamedTuple):
@@ -133,6 +134,8 @@ class Index:
         chunks: Ascending in the image and in each pack.
         packs: The packs, in the order in which chunks refer to them.
         losses: What lossy codecs changed; empty where every leaf is bit-equal.
+        fidelity: With several ranks the class that its losses are within, for the manifest.
+        base: With several ranks what its deltas are made against, for the manifest.
     """
 
     run: str
@@ -147,6 +150,8 @@ class Index:
     chunks: tuple[Chunk, ...]
     packs: tuple[StoredObject, ...]
     losses: tuple[Loss, ...] = ()
+    fidelity: str = "exact"
+    base: CheckpointId | None = None
 
     @property
     def leaf_bytes(self) -> int:
@@ -175,6 +180,8 @@ def dump_index(index: Index) -> bytes:
             ],
             "packs": [{"name": p.name, "bytes": p.nbytes} for p in index.packs],
             **({"losses": [_dump_loss(loss) for loss in index.losses]} if index.losses else {}),
+            **({"fidelity": index.fidelity} if index.fidelity != "exact" else {}),
+            **({"base": [*index.base]} if index.base is not None else {}),
         }
     )
 
@@ -219,6 +226,8 @@ def parse_index(data: bytes, where: str) -> Index:
         "chunks",
         "packs",
         "losses",
+        "fidelity",
+        "base",
     ]
     raw = unseal(data, where)
     check_version(raw.get("format"), "asymcheck-index", where)
@@ -258,7 +267,16 @@ def parse_index(data: bytes, where: str) -> Index:
         losses=tuple(
             _parse_loss(row, where) for row in (get.items("losses") if get.has("losses") else ())
         ),
+        fidelity=get.text("fidelity", _LOSSY) if get.has("fidelity") else "exact",
+        base=_parse_base(get) if get.has("base") else None,
     )
+
+
+def _parse_base(get: Fields) -> CheckpointId:
+    row = get.integers("base")
+    if len(row) != 2:
+        raise get.fail(f"base: expected [attempt, step], found {short(list(row))}")
+    return CheckpointId(*row)
 
 
 def _parse_leaf(row: object, where: str) -> Leaf:
