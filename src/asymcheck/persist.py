@@ -32,6 +32,7 @@ from asymcheck.planning.selection import RAW
 from asymcheck.storage.flush import Batch, Encoded, Flushed, even_pack_bytes, flush
 from asymcheck.storage.committing import read_index
 from asymcheck.storage.index import Index
+from asymcheck.storage.listing import as_base
 from asymcheck.storage.manifest import EXACT
 from asymcheck.storage.repository import Repository
 
@@ -242,7 +243,8 @@ def write_checkpoint(
         fidelity = chooser.fidelity if encoder.losses else EXACT
         with timed(sink, Stage.COMMIT, at.step):
             if capture.world > 1:
-                index = replace(index, fidelity=fidelity, base=encoder.base)
+                base = encoder.base and as_base(repository.store, encoder.base, fidelity)
+                index = replace(index, fidelity=fidelity, base=base)
                 data = repository.write_index(index)
             else:
                 manifest = repository.commit(index, encoder.base, fidelity)
@@ -296,7 +298,7 @@ def _stored(capture: Capture, index: Index, data: bytes, begun_s: float, cpu_s: 
         durable_s=0.0,
         cpu_s=cpu_s,
         fidelity=index.fidelity,
-        base=index.base.step if index.base else 0,
+        base=index.base.at.step if index.base else 0,
     )
     return Stored(capture.rank, capture.world, capture.boundary_s, begun_s, part)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from asymcheck.errors import CaptureError, CorruptCheckpoint, IncompatibleCheckpoint, ObjectNotFound
+from asymcheck.errors import CorruptCheckpoint, IncompatibleCheckpoint, ObjectNotFound
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.index import Index, parse_index
-from asymcheck.storage.manifest import EXACT, LOSSY
 from asymcheck.storage.names import index_name, manifest_name, parse_name
 from asymcheck.storage.sealed import MAX_SEALED_BYTES
 from asymcheck.storage.store import Store, read_all
@@ -72,30 +71,6 @@ def read_indexes(
         else:
             found.append(stored)
     return found, missing
-
-
-def common_base(indexes: Sequence[StoredIndex]) -> CheckpointId | None:
-    """What the deltas of all ranks stand on; ranks without any need not know it.
-
-    Raises:
-        CaptureError: Two ranks made theirs against different checkpoints.
-    """
-    found = {index.base: index.rank for index, _ in indexes if index.base is not None}
-    if len(found) > 1:
-        (one, r), (other, q) = sorted(found.items())[:2]
-        raise CaptureError(
-            f"step {indexes[0][0].at.step}: rank {r} made its deltas against step {one.step} "
-            f"(attempt {one.attempt}), rank {q} against step {other.step} (attempt "
-            f"{other.attempt}); a checkpoint has one base, so this one is given up and the next "
-            f"is a key-frame"
-        )
-    return next(iter(found), None)
-
-
-def common_fidelity(indexes: Sequence[StoredIndex]) -> str:
-    """The class of the rank that lost the most."""
-    order = (EXACT, *LOSSY)
-    return max((index.fidelity for index, _ in indexes), key=order.index)
 
 
 def uncommitted(store: Store, attempt: int) -> list[tuple[CheckpointId, int]]:

@@ -34,8 +34,6 @@ from asymcheck.planning.retention import (
 )
 from asymcheck.storage.committing import (
     StoredIndex,
-    common_base,
-    common_fidelity,
     read_index,
     read_indexes,
     uncommitted,
@@ -61,6 +59,7 @@ from asymcheck.storage.manifest import (
     make_manifest,
     parse_attempt,
     parse_manifest,
+    standing_of,
 )
 from asymcheck.storage.names import (
     ATTEMPTS_FOLDER,
@@ -261,12 +260,13 @@ class Repository:
         return data
 
     def committed(self, at: CheckpointId) -> Manifest | None:
-        """The manifest of a checkpoint, ``None`` where there is none (any more)."""
+        """The manifest of a checkpoint, ``None`` where there is none (any more), or none that is
+        whole: it follows from the indexes, so it can be written again.
+        """
         name = manifest_name(at)
-        if not is_there(self.store, at):
-            return None
-        with suppress(ObjectNotFound):
-            return parse_manifest(read_all(self.store, name), name)
+        if is_there(self.store, at):
+            with suppress(ObjectNotFound, CorruptCheckpoint):
+                return parse_manifest(read_all(self.store, name), name)
         return None
 
     def missing_ranks(self, at: CheckpointId, world: int) -> dict[int, str]:
@@ -283,7 +283,8 @@ class Repository:
         Raises:
             SupersededWriter: A newer attempt has claimed the root; nothing was committed.
             NoCheckpoint: The base is not there (any more); nothing was committed.
-            CaptureError: The ranks stand on different bases; nothing was committed.
+            CorruptCheckpoint: The base is damaged, or not the same on all ranks; nothing was
+                committed.
         """
         found = self.committed(at)
         if found is not None:
@@ -292,9 +293,10 @@ class Repository:
         indexes, missing = read_indexes(self.store, self.run, at, world, sizes)
         if missing:
             return None
-        base, fidelity = common_base(indexes), common_fidelity(indexes)
-        named = None if base is None else as_base(self.store, base, fidelity)
-        committed = self._write_manifest(indexes, named, fidelity)
+        base, fidelity = standing_of([index for index, _ in indexes])
+        if base is not None and as_base(self.store, base.at, fidelity) != base:
+            raise CorruptCheckpoint(manifest_name(base.at), "it is another base than it was")
+        committed = self._write_manifest(indexes, base, fidelity)
         if wrong_length(committed, sizes_at(self.store, at)) is not None:
             # Committed by another and removed by its retention, after we had looked.
             self.store.delete(manifest_name(at))
