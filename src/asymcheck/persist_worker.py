@@ -53,6 +53,9 @@ class _Work:
     alone: bool
 
 
+_LAST_LOOK_S = 1.0
+
+
 class _Worker:
     """The loop of a persister process: slots come in over a socket, reports go out. Several
     threads take what came, in the order in which it came.
@@ -99,14 +102,21 @@ class _Worker:
         for thread in threads:
             thread.join()
         self._raise_broken()
-        self._backlog.close(
-            self._timeout_s if self._give_up_s is None else max(0.0, self._give_up_s - monotonic())
-        )
+        self._backlog.close(self._patience_s())
         tidy(self._repository)
         for slot in self._slots.values():
             # Nobody else will: unsealed content is worth nothing without its trainer.
             if not self._trainer_is_alive() and slot.state != SlotState.SEALED:
                 slot.close(unlink=True)
+
+    def _patience_s(self) -> float:
+        """How long other ranks are waited for at the end. With the trainer dead the next start
+        waits for this process, and nobody for its word: of ranks that all died the last to store
+        its part finds those of all, and commits.
+        """
+        if self._give_up_s is not None:
+            return max(0.0, self._give_up_s - monotonic())
+        return self._timeout_s if self._trainer_is_alive() else _LAST_LOOK_S
 
     def _raise_broken(self) -> None:
         """End the process where a thread met what is no failure of a checkpoint; the trainer starts
