@@ -375,7 +375,7 @@ def test_a_script_that_fails_on_one_rank_tells_the_others_and_waits_for_none(
     tmp_path: Path,
 ) -> None:
     def work(rank, say):
-        job = Job(tmp_path / "root", every_steps=2, timeout_s=60.0)
+        job = Job(tmp_path / "root", every_steps=2, timeout_s=5.0)
         start_s = time.monotonic()
         try:
             with job.checkpointer:
