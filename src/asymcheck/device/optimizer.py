@@ -9,9 +9,12 @@ import torch
 
 from asymcheck.device.inplace import Bind, put_back
 from asymcheck.device.items import Finish, Params, Restoring, members
-from asymcheck.device.leaves import Collector, Known, Places
+from asymcheck.device.leaves import Collector, Known
 from asymcheck.device.matching import Matching
 from asymcheck.device.naming import escape
+from asymcheck.device.places import Places
+from asymcheck.device.sharding import is_dtensor, like
+from asymcheck.device.tensors import dtype_of
 from asymcheck.device.tree import Decoder, Encoder, Json
 from asymcheck.errors import StateError
 
@@ -108,6 +111,7 @@ class OptimizerItem:
         other: list[Json] = []
         # Only an update changes these, so they may be copied until the next one.
         steady = Encoder(collector.state_leaf)
+        everywhere, has_parts = collector.copies, _keeps_parts(self.optimizer)
         entries: Mapping[Any, Any] = self.optimizer.state
         for key, value in entries.items():
             if not isinstance(key, torch.Tensor):  # optimizers of other makers keep such
@@ -121,7 +125,10 @@ class OptimizerItem:
                     f"holds state of a tensor of shape {list(key.shape)} that is in none of its "
                     f"groups and in no module of the state: add the module, or delete that state",
                 )
+            if not has_parts:
+                collector.copies = everywhere or params.copies.get(id(key))
             state[param] = steady.encode(value, f"{path}/state/{param}")
+            collector.copies = everywhere
         return state, other
 
     def plan(self, name: str, saved: dict[str, Json], to: Restoring) -> Finish:
@@ -178,6 +185,11 @@ class OptimizerItem:
                 group.update(found | kept)
 
         return finish
+
+
+def _keeps_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has the state of some parameters only, and other ranks that of the others."""
+    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
 
 
 def _learn(
@@ -250,13 +262,18 @@ def _sizes(groups: list[list[str]]) -> str:
 
 
 def _near(param: torch.Tensor, group: Mapping[str, Any], places: Places) -> Bind:
-    """Bind a new state tensor where a fresh optimizer would put it: beside its parameter,
-    but a step counter stays on the CPU unless the update kernel needs it on the device.
+    """Bind a new state tensor where a fresh optimizer would put it: beside its parameter and
+    sharded as that is, but a step counter stays on the CPU unless the update kernel needs it on
+    the device.
     """
 
     def bind(key: str, device: str, live: object) -> None:
         leaf = places.leaf(key)
         counter = leaf is not None and leaf.shape == () and key.endswith("/step")
+        if live is None and leaf is not None and not counter and is_dtensor(param):
+            dtype = dtype_of(leaf.dtype)
+            if dtype is not None and leaf.shape == tuple(param.shape):
+                live = like(param, dtype)
         if isinstance(live, torch.Tensor):
             device = str(live.device)
         elif not counter or group.get("capturable") or group.get("fused"):
