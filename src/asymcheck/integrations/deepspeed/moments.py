@@ -9,7 +9,7 @@ import torch
 from asymcheck.device.items import Finish, Params, Restoring, members
 from asymcheck.device.leaves import Collector
 from asymcheck.device.naming import escape
-from asymcheck.device.optimizer import OptimizerItem, match, put_options, renaming
+from asymcheck.device.optimizer import OptimizerItem, match_groups, put_options
 from asymcheck.device.places import Stored
 from asymcheck.device.tensors import dtype_of
 from asymcheck.device.tree import Decoder, Encoder, Json
@@ -59,29 +59,14 @@ class MomentsItem(OptimizerItem):
         flats, live = read_partitions(self._engine), self.optimizer.param_groups
         names = to.params.names
         own = {id(p.param): names[id(p.param)] for flat in flats for p in flat.parts}
-        here = [[own[id(p.param)] for p in _parts(flats, g)] for g in range(len(live))]
-        rename = renaming(saved, own, to.params)
-        there = [[rename(p) for p in group["params"]] for group in saved["groups"]]
-        shapes = {
-            p: shape
-            for found, group in zip(there, saved["groups"], strict=True)
-            for p, shape in zip(found, group["shapes"], strict=True)
-        }
-        wholes = {own[id(p.param)]: list(p.whole) for flat in flats for p in flat.parts}
-        fitting = match(name, here, there, wholes, shapes, to.matching)
+        groups = [_parts(flats, g) for g in range(len(live))]
+        here = [[(own[id(p.param)], p.whole) for p in parts] for parts in groups]
+        rename, shapes, fitting, options = match_groups(name, saved, here, own, live, to)
         trees = {rename(raw): tree for raw, tree in saved["state"].items()}
-        to.matching.unexpected_keys += [f"{name}/state/{p}" for p in trees if p not in wholes]
-        buffers = [
-            self._plan_buffer(name, flat, own, {p: trees[p] for p in fitting if p in trees}, to)
-            for flat in flats
-        ]
-        options = [
-            (group, tree["options"])
-            for group, tree, mine, theirs in zip(live, saved["groups"], here, there, strict=False)
-            if mine == theirs or set(mine) & set(theirs)
-        ]
-        for group, tree in options:
-            to.bind(tree, group)
+        odd = trees.keys() - shapes.keys()
+        to.matching.unexpected_keys += [f"{name}/state/{p}" for p in sorted(odd)]
+        fit = {p: tree for p, tree in trees.items() if p in fitting}
+        buffers = [self._plan_buffer(name, flat, own, fit, to) for flat in flats]
 
         def finish(decoder: Decoder) -> None:
             for flat, (tensors, numbers) in zip(flats, buffers, strict=True):
@@ -91,8 +76,7 @@ class MomentsItem(OptimizerItem):
                 for key, found in numbers.items():
                     entries[key] = self._number(name, key, [decoder.decode(t) for t in found], flat)
             _link(self._engine.optimizer, linked=bool(self.optimizer.state))
-            for group, tree in options:
-                put_options(group, decoder.decode(tree))
+            put_options(options, decoder)
 
         return finish
 
