@@ -7,10 +7,11 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -126,11 +127,12 @@ def restore(
     candidates, skipped = ranks.look(repository, step)
     while candidates:
         at = candidates.pop(0)
-        with timed(sink, Stage.RESTORE, at.step):
-            loading = _Loading(
-                repository, at, state, rank, on_world_change, strict=strict, cast=cast
-            )
-            found = ranks.settle("restore", loading.read(), at)
+        loading = _Loading(repository, at, state, rank, on_world_change, strict=strict, cast=cast)
+        with timed(sink, Stage.RESTORE, at.step), loading:
+            # Nothing is overwritten on any rank before all know that it fits.
+            found = ranks.settle("planning a restore", loading.plan(), at)
+            if found.kind == _WELL:
+                found = ranks.settle("restore", loading.read(), at)
             torn = torn or found.touched
             if found.kind == _GONE:
                 looks += 1
@@ -312,15 +314,29 @@ class _Loading:
         self._on_world_change = on_world_change
         self._strict = strict
         self._cast = cast
-        self._plan: RestorePlan | None = None
+        self._open = ExitStack()
+        self._planned: tuple[OpenCheckpoint, Decoding, RestorePlan] | None = None
         self.report = RestoreReport(step=at.step)
         self.touched = False
         self.restored_bytes = 0
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.close()
+
+    def plan(self) -> _Found:
+        """Find a place for all that this rank needs; changes nothing."""
+        return self._try(self._plan)
+
     def read(self) -> _Found:
-        """Read all that this rank needs into live memory, with all checks."""
+        """Read it into live memory, with all checks."""
+        return self._try(self._read)
+
+    def _try(self, work: Callable[[], None]) -> _Found:
         try:
-            self._read()
+            work()
         except NoCheckpoint as failure:
             return _Found(_GONE, str(failure), self.touched, failure)
         except (CorruptCheckpoint, StoreError) as failure:
@@ -330,28 +346,29 @@ class _Loading:
             return _Found(_WRONG, why, self.touched, failure)
         return _Found(_WELL, touched=self.touched)
 
+    def _plan(self) -> None:
+        checkpoint = self._open.enter_context(self._repository.open(self._at))
+        indexes = checkpoint.indexes
+        own = indexes[self._rank % len(indexes)]
+        decoding = Decoding(checkpoint)
+        plan = self._state.plan(
+            own,
+            self._read_tree(decoding, own),
+            strict=self._strict,
+            cast=self._cast,
+            indexes=indexes,
+            text_of=partial(self._read_tree, decoding),
+            on_world_change=self._on_world_change,
+        )
+        self._planned = checkpoint, decoding, plan
+
     def _read(self) -> None:
-        with self._repository.open(self._at) as checkpoint:
-            indexes = checkpoint.indexes
-            own = indexes[self._rank % len(indexes)]
-            decoding = Decoding(checkpoint)
-            plan = self._state.plan(
-                own,
-                self._read_tree(decoding, own),
-                strict=self._strict,
-                cast=self._cast,
-                indexes=indexes,
-                text_of=partial(self._read_tree, decoding),
-                on_world_change=self._on_world_change,
-            )
-            for index in indexes:
-                sinks = {
-                    key: sinks
-                    for (rank, key), sinks in plan.places.sinks.items()
-                    if rank == index.rank
-                }
-                self._read_leaves(checkpoint, decoding, index, sinks)
-        self._plan = plan
+        assert self._planned is not None, "plan() comes first"
+        checkpoint, decoding, plan = self._planned
+        for index in checkpoint.indexes:
+            places = plan.places.sinks.items()
+            sinks = {key: sinks for (rank, key), sinks in places if rank == index.rank}
+            self._read_leaves(checkpoint, decoding, index, sinks)
 
     def finish(self, *, torn: bool) -> _Found:
         """Set Python values.
@@ -359,8 +376,8 @@ class _Loading:
         Args:
             torn: Whether live state was overwritten with what turned out to be damaged.
         """
-        plan = self._plan
-        assert plan is not None, "it was read"
+        assert self._planned is not None, "plan() comes first"
+        plan = self._planned[2]
         self.touched = True
         try:
             problems = plan.finish()

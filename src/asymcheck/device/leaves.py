@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from asymcheck.device.sharding import Copies, Share, is_dtensor, local, share_of
+from asymcheck.device.sharding import Copies, Shard, is_dtensor, local, shard_of
 from asymcheck.device.tensors import (
     NUMPY_PREFIX,
     Bytes,
@@ -229,13 +229,13 @@ class Collector:
     def _tensor_source(
         self, key: str, tensor: torch.Tensor, kind: str, piece: Piece | None
     ) -> Source:
-        mine, held, share = tensor, None, None if piece is None else Share(piece, None)
+        mine, held, shard = tensor, None, None if piece is None else Shard(piece, None)
         if is_dtensor(tensor):
-            mine, held, share = local(tensor), tensor, share_of(key, tensor)
+            mine, held, shard = local(tensor), tensor, shard_of(key, tensor)
         check_supported(key, mine)
         spec = _spec(key, mine.detach(), kind)
-        if share is not None:
-            spec = as_piece(spec, share.piece)._replace(copies=share.copies)
+        if shard is not None:
+            spec = as_piece(spec, shard.piece)._replace(copies=shard.copies)
         elif self.copies is not None:
             spec = spec._replace(copies=self.copies)
         return Source(spec, mine.detach() if spec.lazy else mine, held=held)

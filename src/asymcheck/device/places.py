@@ -12,7 +12,7 @@ import torch
 
 from asymcheck.device.leaves import Array, identity, numpy_identity
 from asymcheck.device.patching import PatchSink, RunSink
-from asymcheck.device.sharding import flat_start, is_dtensor, local, share_of
+from asymcheck.device.sharding import is_dtensor, local, shard_of
 from asymcheck.device.tensors import (
     NUMPY_PREFIX,
     Bytes,
@@ -22,7 +22,7 @@ from asymcheck.device.tensors import (
     new_tensor,
 )
 from asymcheck.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from asymcheck.planning.pieces import Piece, uncovered
+from asymcheck.planning.pieces import Piece, flat_range, uncovered
 from asymcheck.storage.index import TREE_KEY, Index, Leaf
 
 
@@ -160,7 +160,7 @@ class Places:
             return None if first == stored.key else first  # tied: that memory is written once
         self._written[memory] = stored.key
         if is_dtensor(tensor):
-            piece = share_of(key, tensor).piece
+            piece = shard_of(key, tensor).piece
         self._send(key, stored, mine, piece or Piece(stored.shape, (0,) * len(stored.shape)))
         return None
 
@@ -235,16 +235,6 @@ def _whole(key: str, parts: Sequence[tuple[Index, Leaf]]) -> Stored:
     # Where one memory has two names, ranks whose piece is empty cannot see that.
     _, first = next((part for part in parts if part[1].nbytes), parts[0])
     whole = _piece(first).whole
-    for index, leaf in parts:
-        if (leaf.dtype, _piece(leaf).whole) != (first.dtype, whole):
-            raise CorruptCheckpoint(
-                "(state)",
-                f"{key!r:.120}: rank {index.rank} has a piece of {leaf.dtype} "
-                f"{list(_piece(leaf).whole)}, another rank one of {first.dtype} {list(whole)}",
-            )
-        itemsize = _itemsize(leaf)
-        if itemsize:
-            check_size(leaf, itemsize)
     missing = uncovered(whole, [(_piece(leaf), leaf.shape) for _, leaf in parts])
     if missing:
         raise CorruptCheckpoint(
@@ -255,11 +245,6 @@ def _whole(key: str, parts: Sequence[tuple[Index, Leaf]]) -> Stored:
 
 def _piece(leaf: Leaf) -> Piece:
     return leaf.piece or Piece(leaf.shape, (0,) * len(leaf.shape))
-
-
-def _itemsize(leaf: Leaf) -> int:
-    dtype = dtype_of(leaf.dtype)
-    return 0 if dtype is None else dtype.itemsize
 
 
 def _sink(
@@ -275,14 +260,13 @@ def _sink(
         target: All of it, written in the order of the leaf.
     """
     have, shape = _piece(leaf), tuple(mine.shape)
-    if have.start == want.start and leaf.shape == shape:
+    if have.start == want.start and leaf.shape == shape:  # the same elements
         return target
     if not leaf.order:
-        here, there = flat_start(have, leaf.shape), flat_start(want, shape)
+        here, there = flat_range(have, leaf.shape), flat_range(want, shape)
         if here is not None and there is not None:
-            lo = max(0, there - here)
-            hi = min(prod(leaf.shape), there + mine.numel() - here)
-            return RunSink(target, lo, hi, here - there) if lo < hi else None
+            lo, hi = max(here[0], there[0]) - here[0], min(here[1], there[1]) - here[0]
+            return RunSink(target, lo, hi, here[0] - there[0]) if lo < hi else None
     patch = PatchSink(have, leaf.shape, dtype, mine, want, leaf.order)
     return patch if patch.takes(0, leaf.nbytes) else None
 

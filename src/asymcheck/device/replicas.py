@@ -11,13 +11,9 @@ import torch
 import xxhash
 
 from asymcheck.device.leaves import Source, Spec, as_piece
-from asymcheck.device.sharding import flat_start, local
+from asymcheck.device.sharding import Copies, local
 from asymcheck.device.tensors import as_bytes
-from asymcheck.planning.layout import PAGE_BYTES, MiB
-from asymcheck.planning.pieces import Piece, split_flat
-
-_CUT_BYTES = MiB
-"""Arrays from this size on are cut among all who have them; smaller ones go whole to one."""
+from asymcheck.planning.pieces import Piece, flat_range, share
 
 _SAMPLES = 16
 
@@ -27,15 +23,11 @@ class _Cut(NamedTuple):
 
     Attributes:
         spec: What the leaf is then.
-        start: First element of the local tensor.
-        stop: One past the last.
-        is_all: Whether it is all of the local tensor.
+        elements: Which of the local tensor it is, ``None`` for all of it.
     """
 
     spec: Spec
-    start: int
-    stop: int
-    is_all: bool
+    elements: slice | None
 
 
 class Sharing:
@@ -69,85 +61,60 @@ class Sharing:
 
 def _cut_source(source: Source, cut: _Cut) -> Source:
     array = source.array
-    if not cut.is_all:
+    if cut.elements is not None:
         assert isinstance(array, torch.Tensor)
-        array = array.detach().reshape(-1)[cut.start : cut.stop].view(cut.spec.shape)
+        array = array.detach().reshape(-1)[cut.elements].view(cut.spec.shape)
     return source._replace(spec=cut.spec, array=array)
 
 
 def _divide(specs: Sequence[Spec]) -> dict[int, _Cut | None]:
     """By position: what this rank writes, ``None`` where that is nothing."""
+    groups: dict[Copies, list[int]] = {}
+    for i in sorted(range(len(specs)), key=lambda i: specs[i].key):
+        copies = specs[i].copies
+        if copies is not None:
+            groups.setdefault(copies, []).append(i)
     cuts: dict[int, _Cut | None] = {}
-    loads: dict[tuple[int, ...], list[int]] = {}
-    for i in sorted((i for i, s in enumerate(specs) if s.copies), key=lambda i: specs[i].key):
-        spec = specs[i]
-        assert spec.copies is not None
-        ranks, mine = spec.copies
-        load = loads.setdefault(ranks, [0] * len(ranks))
-        ranges = _ranges(spec, len(ranks))
-        if ranges is None:
-            who = load.index(min(load))
-            load[who] += spec.nbytes
-            cuts[i] = _whole_of(spec) if who == mine else None
-            continue
-        for who, (start, stop) in enumerate(ranges):
-            load[who] += (stop - start) * spec.itemsize
-        start, stop = ranges[mine] if mine >= 0 else (0, 0)
-        cuts[i] = _range_of(spec, start, stop) if start < stop else None
+    for copies, which in groups.items():
+        shares = share([specs[i].nbytes for i in which], len(copies.ranks))
+        for i, found in zip(which, shares, strict=True):
+            mine = next((s for s in found if s.rank == copies.mine), None)
+            cuts[i] = None if mine is None else _cut(specs[i], mine.start, mine.stop)
     return cuts
 
 
-def _ranges(spec: Spec, parts: int) -> list[tuple[int, int]] | None:
-    """The elements that each writes; ``None`` where one writes all."""
-    if spec.nbytes < _CUT_BYTES or parts == 1:
-        return None
-    if flat_start(_piece_of(spec), spec.shape) is not None:
-        return split_flat(prod(spec.shape), parts, max(1, PAGE_BYTES // spec.itemsize))
-    # Along its first dimension, so that each part is a box again and one run of memory.
-    row = prod(spec.shape) // _rows(spec)
-    edges = [_rows(spec) * part // parts * row for part in range(parts + 1)]
-    return list(zip(edges, edges[1:], strict=False))
-
-
-def _piece_of(spec: Spec) -> Piece:
-    return spec.piece or Piece(spec.shape, (0,) * len(spec.shape))
-
-
-def _rows(spec: Spec) -> int:
-    return next((n for n in spec.shape if n > 1), 1)
-
-
-def _whole_of(spec: Spec) -> _Cut:
-    return _Cut(as_piece(spec, _piece_of(spec)), 0, prod(spec.shape), is_all=True)
-
-
-def _range_of(spec: Spec, start: int, stop: int) -> _Cut:
-    piece = _piece_of(spec)
-    flat = flat_start(piece, spec.shape)
-    shape: tuple[int, ...] = (stop - start,)
+def _cut(spec: Spec, start_bytes: int, stop_bytes: int) -> _Cut | None:
+    """The part of a leaf from one byte to another; ``None`` where it holds no element."""
+    piece = spec.piece or Piece(spec.shape, (0,) * len(spec.shape))
+    if stop_bytes - start_bytes == spec.nbytes:
+        return _Cut(as_piece(spec, piece), None)
+    start, stop = start_bytes // spec.itemsize, stop_bytes // spec.itemsize
+    flat = flat_range(piece, spec.shape)
     if flat is not None:
-        cut = Piece(piece.whole, flat + start)
+        part, shape = Piece(piece.whole, flat[0] + start), (stop - start,)
     else:
-        assert not isinstance(piece.start, int)
+        # Only along its first dimension is a part of it a box again, and one run of memory.
+        assert not isinstance(piece.start, int), "a range of the whole is one run"
         at = next(d for d, n in enumerate(spec.shape) if n > 1)
-        row = prod(spec.shape) // spec.shape[at]
+        row = prod(spec.shape[at + 1 :])
         first, last = start // row, stop // row
-        begin = piece.start[at] + first
-        cut = Piece(piece.whole, (*piece.start[:at], begin, *piece.start[at + 1 :]))
-        shape = (*spec.shape[:at], last - first, *spec.shape[at + 1 :])
-    part = as_piece(spec, cut)
-    return _Cut(
-        part._replace(shape=shape, nbytes=(stop - start) * spec.itemsize),
-        start,
-        stop,
-        is_all=stop - start == prod(spec.shape) and shape == spec.shape,
-    )
+        start, stop = first * row, last * row
+        corner = (*piece.start[:at], piece.start[at] + first, *piece.start[at + 1 :])
+        part, shape = Piece(piece.whole, corner), (*spec.shape[:at], last - first, *spec.shape[at + 1 :])
+    if start == stop:
+        return None
+    nbytes = (stop - start) * spec.itemsize
+    return _Cut(as_piece(spec, part)._replace(shape=shape, nbytes=nbytes), slice(start, stop))
+
+
+def _whole_of(spec: Spec) -> list[int]:
+    return list(spec.shape if spec.piece is None else spec.piece.whole)
 
 
 def geometry_of(specs: Sequence[Spec]) -> dict[str, Any]:
     """What ranks must agree on of what they have in common: dtype and shape of each whole."""
     return {
-        s.key: [s.dtype, list(_piece_of(s).whole)] for s in specs if s.copies or s.piece is not None
+        s.key: [s.dtype, _whole_of(s)] for s in specs if s.copies or s.piece is not None
     }
 
 

@@ -31,7 +31,7 @@ class Copies(NamedTuple):
     mine: int
 
 
-class Share(NamedTuple):
+class Shard(NamedTuple):
     """What of an array a rank has.
 
     Attributes:
@@ -60,7 +60,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return mine
 
 
-def share_of(key: str, tensor: torch.Tensor) -> Share:
+def shard_of(key: str, tensor: torch.Tensor) -> Shard:
     """What of a DTensor's whole this rank has.
 
     Args:
@@ -88,7 +88,7 @@ def share_of(key: str, tensor: torch.Tensor) -> Share:
             f"its placements {placements} say that this rank has {list(shape)} of "
             f"{list(whole)}, its local tensor is {list(local(tensor).shape)}",
         )
-    return Share(Piece(whole, start), _copies(mesh, tuple(coordinate), placements))
+    return Shard(Piece(whole, start), _copies(mesh, tuple(coordinate), placements))
 
 
 _ADVICE = "redistribute it to Shard or Replicate placements before it is saved"
@@ -112,7 +112,7 @@ def _spots(
             continue
         factor = getattr(placement, "split_factor", None)
         if factor is None and not placement.is_shard():
-            return str(placement)
+            return repr(placement)
         dim = placement.dim
         parts = [spans[dim]] if factor is None else _chunks(spans[dim], factor)
         spans[dim] = _joined([_chunk(part, size, mine) for part in parts])
@@ -167,20 +167,6 @@ def like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         stride=found.stride(),
     )
     return made.detach()
-
-
-def flat_start(piece: Piece, shape: Sequence[int]) -> int | None:
-    """Where a piece begins in the row-major whole, if it is one run of its elements there."""
-    if isinstance(piece.start, int):
-        return piece.start
-    at, inner, split = 0, 1, False
-    for n, size, start in reversed(list(zip(piece.whole, shape, piece.start, strict=True))):
-        if split and size != 1:
-            return None
-        at += start * inner
-        split = split or size != n
-        inner *= n
-    return at
 
 
 class Replication(NamedTuple):
