@@ -56,7 +56,7 @@ def wholes(step: int) -> dict[str, np.ndarray]:
 def box(whole: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> Part:
     """A box of a whole."""
     slices = tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
-    return Part(np.ascontiguousarray(whole[slices]), Piece(whole.shape, tuple(start)))
+    return Part(np.array(whole[slices]), Piece(whole.shape, tuple(start)))
 
 
 def parts(rank: int, step: int) -> dict[str, Part]:

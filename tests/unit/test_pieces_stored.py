@@ -168,7 +168,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[Index], Index], str]] = {
         r"'rows' is a piece of 'float32' \[7, 4\], but a piece of 'float32' \[5, 4\] on rank 0",
     ),
     "on a whole of many dimensions": (
-        lambda i: made.altered(i, "flat", piece=Piece((1,) * 20 + (3, 5), 8)),
+        lambda i: made.altered(i, "flat", piece=Piece((*[1] * 20, 3, 5), 8)),
         "'flat' is a piece",
     ),
     "on the dtype of a key": (
