@@ -29,8 +29,8 @@ from asymcheck.messages import Durable, Stored
 from asymcheck.planning.layout import Extent
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.selection import RAW
-from asymcheck.storage.flush import Batch, Encoded, Flushed, even_pack_bytes, flush
 from asymcheck.storage.committing import read_index
+from asymcheck.storage.flush import Batch, Encoded, Flushed, even_pack_bytes, flush
 from asymcheck.storage.index import Index
 from asymcheck.storage.listing import as_base
 from asymcheck.storage.manifest import EXACT

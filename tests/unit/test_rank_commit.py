@@ -41,6 +41,7 @@ from asymcheck.storage.store import Store, open_store, read_all
 
 WAIT_S = 60.0
 SIZE = 2 * PAGE_BYTES
+NOBODY = 1 << 22  # greater than the number of any process
 
 
 def content(step: int, rank: int) -> bytes:
@@ -499,14 +500,14 @@ def test_what_is_stored_survives_its_way_between_processes(repository: Repositor
 
 def leave_slot(repository: Repository, directory: Path, step: int, rank: int, world: int) -> Path:
     """A sealed slot of a dead rank."""
-    name = slot_name(repository.run, rank, 10 * step + rank).replace(f"-{os.getpid()}-", "-1-")
+    name = slot_name(repository.run, rank, 10 * step + rank).replace(f"-{os.getpid()}-", f"-{NOBODY}-")
     meta = dump_capture(a_capture(step, rank, world))
     slot = Slot.create(directory, name, SIZE + PAGE_BYTES, len(meta))
     slot.begin(SIZE, 0, meta)
     slot.image[:SIZE] = content(step, rank)
     slot.state = SlotState.SEALED
     slot.persister = ProcessId(0, 0)
-    slot._words[_Word.OWNER_PID], slot._words[_Word.OWNER_START] = 1, 1
+    slot._words[_Word.OWNER_PID], slot._words[_Word.OWNER_START] = NOBODY, 1
     slot.close(unlink=False)
     return directory / name
 
