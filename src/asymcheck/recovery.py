@@ -247,7 +247,8 @@ class _Ranks:
         why = told[worst].why
         if self._world > 1 and kind != _WELL:
             why = f"rank {worst}: {why}"
-        return _Found(kind, why, any(found.touched for found in told), mine.own)
+        own = mine.own if mine.kind == kind else None
+        return _Found(kind, why, any(found.touched for found in told), own)
 
 
 def _torn_by(at: CheckpointId, what: str) -> TornRestore:

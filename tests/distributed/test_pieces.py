@@ -126,6 +126,24 @@ def test_any_sharding_is_restored_into_any_other(data: st.DataObject) -> None:
             assert torch.equal(plain, whole)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_composed_shards_are_restored_alone_and_other_ones_as_composed_shards(dim: int) -> None:
+    whole = numbers(8, 12)
+    composed: list[Placement] = [_StridedShard(dim, split_factor=2), Shard(dim)]
+
+    def make(rank: int) -> dict[str, object]:
+        return {"x": _dtensor(whole, _mesh(2, 2), composed), "y": whole}
+
+    repository = save(make, 4, replicated=("y",))
+    for rank in range(4):
+        with played(rank, 4):
+            plain = torch.zeros_like(whole)
+            turned = _dtensor(torch.zeros_like(whole), _mesh(2, 2), composed)
+            load(repository, {"x": plain, "y": turned}, rank, 4)
+            assert torch.equal(plain, whole)
+            assert torch.equal(local(turned), local(_dtensor(whole, _mesh(2, 2), composed)))
+
+
 @pytest.mark.parametrize("placements", [[Shard(0)], [Shard(1)], [Replicate()]])
 def test_large_pieces_go_into_strided_live_tensors_and_cast_ones(placements: list[Placement]) -> None:
     whole = numbers(700, 1111)
@@ -194,10 +212,18 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(3, dtype=dtype)
 
 
-def _trained(mesh: DeviceMesh | None, *, seed: int, dim: int = 0, **options: Any) -> dict[str, Any]:  # noqa: ANN401
-    """A model after two updates with known gradients, sharded where there is a mesh."""
+def _trained(
+    mesh: DeviceMesh | None,
+    *,
+    seed: int,
+    dim: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    """A model after two updates with known gradients, sharded where there is a mesh. Its moments
+    are always of single precision.
+    """
     torch.manual_seed(seed)
-    model = Net(**options)
+    model = Net(dtype)
     wholes = {name: p.shape for name, p in model.named_parameters()}
     if mesh is not None:
         parts = mesh.size(mesh.ndim - 1)
@@ -217,6 +243,12 @@ def _trained(mesh: DeviceMesh | None, *, seed: int, dim: int = 0, **options: Any
                 else grad
             )
         optimizer.step()
+        for state in optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state[name].to(dtype)
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = state[name].float() + 0.001
     return {"model": model, "optim": optimizer}
 
 
@@ -280,19 +312,21 @@ def test_fully_sharded_training_is_restored_in_any_world(saved: tuple[int, ...],
     _assert_holds(alone, wholes)
 
 
-def test_one_process_and_fully_sharded_ones_share_keys_and_fresh_optimizers() -> None:
-    source = _trained(None, seed=3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_process_and_sharded_ones_share_keys_and_fresh_optimizers(dtype: torch.dtype) -> None:
+    source = _trained(None, seed=3, dtype=dtype)
     repository = save(lambda rank: source, 1)
     for rank in range(2):
         with played(rank, 2), warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)
-            target = _trained(_mesh(2), seed=4)
+            target = _trained(_mesh(2), seed=4, dtype=dtype)
             target["optim"] = torch.optim.AdamW(target["model"].parameters(), lr=0.1)
             load(repository, target, rank, 2)
             _assert_holds(target, _tensors(source))
             moments = target["optim"].state[target["model"].a.weight]
             assert isinstance(moments["exp_avg"], DTensor)
             assert moments["exp_avg"].placements == target["model"].a.weight.placements
+            assert moments["exp_avg"].dtype == torch.float32
             assert not isinstance(moments["step"], DTensor)
 
 
@@ -315,7 +349,9 @@ def test_what_did_not_change_is_collected_again_without_a_look_at_each() -> None
         first, second = state.collect(), state.collect()
         pairs = zip(first.sources[:-1], second.sources[:-1], strict=True)
         assert all(a.spec is b.spec for a, b in pairs if not a.spec.key.startswith("$rng"))
-        local(live["model"].a.weight).detach().add_(1)
+        before = live["model"].a.weight._version
+        live["optim"].step()
+        assert live["model"].a.weight._version > before
         found = {s.spec.key: s for s in state.collect().sources}["model/a.weight"]
         assert found.held is live["model"].a.weight
         assert torch.equal(found.array, local(live["model"].a.weight))
