@@ -41,7 +41,7 @@ class Agreement:
         self._saves = False
         self._saves_begun = 0
         self._check = False
-        self._structure: str | None = None
+        self._geometry: Mapping[str, Any] | None = None
 
     # --- once a step ----------------------------------------------------------
 
@@ -154,7 +154,7 @@ class Agreement:
         samples: Callable[[], Mapping[str, Any]],
     ) -> None:
         """Compare what ranks hold together, before it is saved; blocks at the first and each
-        fiftieth save, and soon after a structure changed.
+        fiftieth save, and at the one after a structure changed.
 
         Args:
             step: Of the save.
@@ -163,32 +163,41 @@ class Agreement:
 
         Raises:
             StateError: Ranks differ; names the first key and both ranks. All raise it.
+            CheckpointError: One of the two raised; as ``Ranks.each``.
         """
         if self.ranks.world == 1:
             return
-        own = dict(geometry())
-        structure = _digest(own)
-        again = self._saves_begun % CHECK_EVERY_SAVES == 0
-        self._saves_begun += 1
-        if again or self._check:
+        if self._check or self._saves_begun % CHECK_EVERY_SAVES == 0:
             self._check = False
-            check_alike(self.ranks, f"structure at the save of step {step}", own)
-            check_alike(self.ranks, f"replicas at the save of step {step}", samples())
-        elif structure != self._structure:
+            check_alike(self.ranks, f"structure at the save of step {step}", geometry)
+            check_alike(self.ranks, f"replicas at the save of step {step}", samples)
+        self._saves_begun += 1
+
+    def notice(self, step: int, geometry: Mapping[str, Any]) -> None:
+        """Take notice of the structure that was just saved, the same object where it is as before:
+        a changed one is compared at the next save.
+        """
+        if self._geometry is not None and geometry is not self._geometry:
             self.ranks.ask("check", step, "its structure changed")
-        self._structure = structure
+        self._geometry = geometry
 
 
-def check_alike(ranks: Ranks, what: str, own: Mapping[str, Any]) -> None:
+def check_alike(ranks: Ranks, what: str, own: Callable[[], Mapping[str, Any]]) -> None:
     """Compare key by key what each rank has; one short word each where all is equal.
 
     Raises:
         StateError: Two ranks differ. All raise it.
-        RankFailed: One does not answer.
+        RankFailed: One does not answer, or has nothing to compare.
     """
-    if len(set(ranks.exchange(what, _digest(own)))) == 1:
+    found: dict[str, Any] = {}
+
+    def digest() -> str:
+        found.update(own())
+        return xxhash.xxh3_128_hexdigest(json.dumps(found, sort_keys=True))
+
+    if len(set(ranks.each(what, digest))) == 1:
         return
-    tables = ranks.exchange(what, dict(own))
+    tables = ranks.exchange(what, found)
     for rank, table in enumerate(tables[1:], 1):
         for key in sorted(tables[0].keys() | table.keys()):
             one, other = tables[0].get(key, "nothing"), table.get(key, "nothing")
@@ -198,7 +207,3 @@ def check_alike(ranks: Ranks, what: str, own: Mapping[str, Any]) -> None:
                     f"{what}: ranks 0 and {rank} should have the same, found {one} on rank 0 "
                     f"and {other} on rank {rank}",
                 )
-
-
-def _digest(table: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(table, sort_keys=True))

@@ -142,17 +142,16 @@ def as_store(root: str | os.PathLike[str] | Store) -> Store:
     return found  # type: ignore[return-value]
 
 
-def as_ranks(ranks: object, timeout_s: object) -> Ranks:
+def as_ranks(ranks: object, timeout_s: float) -> Ranks:
     """The ranks that a user means: those of ``torch.distributed`` where it is initialized.
 
     Args:
         ranks: ``None``, ``"alone"`` or a process group.
-        timeout_s: How long one waits for another.
+        timeout_s: How long one waits for another, in seconds.
 
     Raises:
         OptionError: It is none of these, or this process is no member of the group.
     """
-    limit_s = seconds("timeout_s", timeout_s)
     dist = torch.distributed
     initialized = dist.is_available() and dist.is_initialized()
     if ranks == "alone" or (ranks is None and not initialized):
@@ -164,7 +163,7 @@ def as_ranks(ranks: object, timeout_s: object) -> Ranks:
         )
     if dist.get_world_size(ranks) == 1:
         return Alone()
-    return Together(ranks, limit_s)
+    return Together(ranks, timeout_s)
 
 
 def one_world(strategy: Strategy, ranks: Ranks) -> Strategy:

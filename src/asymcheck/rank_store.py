@@ -57,7 +57,7 @@ class RankStore:
             RankFailed: The store, and with it rank 0, does not answer.
         """
         if not self._open:
-            raise RankFailed((0,), f"{what}: the words between the ranks have ended before")
+            raise RankFailed((0,), f"{what}: words between ranks, which rank 0 holds, have ended")
         done: Future[T] = Future()
         self._calls.put((work, done))
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from time import monotonic, sleep
@@ -164,6 +165,7 @@ class Together:
         self.world = dist.get_world_size(group)
         self._timeout_s = timeout_s
         self._line = RankStore(group, timeout_s)
+        weakref.finalize(self, self._line.close).atexit = False
         self._meetings = 0
         self._asked = 0
         self._heard = [0] * self.world

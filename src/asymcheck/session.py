@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from asymcheck import options
 from asymcheck.agreement import Agreement
 from asymcheck.device.state import State
+from asymcheck.device.worlds import WorldChange
 from asymcheck.errors import (
     CaptureError,
     CheckpointError,
@@ -115,7 +116,8 @@ class Checkpointer(RootWriter):
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__()
-        self._ranks = options.as_ranks(ranks, timeout_s)
+        self._timeout_s = options.seconds("timeout_s", timeout_s)
+        self._ranks = options.as_ranks(ranks, self._timeout_s)
         with alike(self._ranks, "the arguments"):
             self._strategy = options.one_world(options.a_strategy(strategy, fidelity), self._ranks)
             chosen = options.a_cadence(every_steps, every_seconds, cadence, self._strategy.cadence)
@@ -157,6 +159,7 @@ class Checkpointer(RootWriter):
         resume: Literal["auto", "must", "never"] = "auto",
         strict: bool = True,
         dtype_policy: Literal["exact", "cast"] = "exact",
+        on_world_change: WorldChange = "resplit",
     ) -> int:
         """Load the newest checkpoint that is whole into the live state; blocks.
 
@@ -171,6 +174,9 @@ class Checkpointer(RootWriter):
                 ``never`` starts fresh and leaves what is there alone.
             strict: Whether any difference in keys, shapes and dtypes is an error.
             dtype_policy: ``cast`` converts tensors of another dtype.
+            on_world_change: What becomes of generators and other state of each rank where
+                another number of ranks had saved: ``resplit`` spreads what there is,
+                ``restart`` leaves them as they are now, ``error`` refuses.
 
         Returns:
             The restored step, 0 on a fresh start; ``report`` tells the rest.
@@ -179,9 +185,11 @@ class Checkpointer(RootWriter):
             NoCheckpoint: None is there, with ``resume="must"`` or a ``step``.
             CorruptCheckpoint: There are checkpoints and none is whole.
             IncompatibleCheckpoint: It does not match the live state; nothing was changed.
+            RankFailed: Another rank could not.
         """
         options.one_of("resume", resume, ("auto", "must", "never"))
         options.one_of("dtype_policy", dtype_policy, ("exact", "cast"))
+        options.one_of("on_world_change", on_world_change, ("error", "resplit", "restart"))
         options.flag("strict", strict)
         if step is not None:
             options.a_step(step, 0)
@@ -201,6 +209,10 @@ class Checkpointer(RootWriter):
                     strict=strict,
                     cast=dtype_policy == "cast",
                     sink=self._sink,
+                    rank=self._ranks.rank,
+                    world=self._ranks.world,
+                    on_world_change=on_world_change,
+                    exchange=self._ranks.exchange,
                 )
             except CheckpointError as failure:
                 self._torn = torn or isinstance(failure, TornRestore)

@@ -46,6 +46,7 @@ class RootWriter:
     _retention: Retention
     _read_only: bool
     _grace_s: float
+    _timeout_s: float
     _sink: Sink
     _tracer: Tracer | None
     _outcomes: Outcomes
@@ -104,7 +105,15 @@ class RootWriter:
             return
         for message in settle_others(self, self._existing().run, self._store.url):
             warn(message)
-        take_over(self._existing(), self._retention, self._sink, self._grace_s, warn)
+
+        def finish() -> int:
+            # Each stores what it finds here, then commits what all have stored; so when all are
+            # through, everything that can be whole is.
+            rank = self._ranks.rank
+            how = (self._retention, self._sink, self._grace_s, warn)
+            return len(take_over(self._existing(), *how, rank=rank))
+
+        self._ranks.each("finishing what dead ranks left", finish, self._grace_s)
 
     # --- the attempt ------------------------------------------------------------
 
@@ -169,6 +178,7 @@ class RootWriter:
                 self._sink,
                 self._grace_s,
                 self._strategy,
+                self._timeout_s,
             )
             self._snapshotter = Snapshotter(
                 self._state,
@@ -179,6 +189,9 @@ class RootWriter:
                 self._retention,
                 self._sink,
                 self._tracer,
+                self._ranks.rank,
+                self._ranks.world,
+                self._timeout_s,
             )
             self._ending = Ending(self, repository.run, self._snapshotter, self._grace_s)
         return self._snapshotter
@@ -235,7 +248,9 @@ class RootWriter:
             if found:
                 return found[0]
         try:
-            return capture("wait")
+            handle = capture("wait")
+            self._agreed.notice(step, self._state.shared_geometry())
+            return handle
         except Exception as failure:  # noqa: BLE001  all ranks raise it, at the same step
             told = failure if isinstance(failure, CheckpointError) else CaptureError(repr(failure))
             told.add_note(f"while step {step} was captured on rank {self._ranks.rank}")
@@ -276,7 +291,8 @@ class RootWriter:
     def _settle(self, limit_s: float | None) -> bool:
         """Wait until every save so far is durable or failed, on all ranks."""
         self._wait_for_pending(limit_s)
-        return self._agreed.meet("wait", self._settled, limit_s or self._grace_s)
+        # Some may have to wait for what others never stored, as long as that takes to be sure.
+        return self._agreed.meet("wait", self._settled, self._timeout_s + (limit_s or 0.0))
 
     # --- the end ----------------------------------------------------------------------
 

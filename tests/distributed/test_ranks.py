@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asymcheck.errors import OptionError, RankFailed, StateError
 from asymcheck.agreement import check_alike
+from asymcheck.errors import OptionError, RankFailed, StateError
 from asymcheck.ranks import AHEAD_STEPS, Alone, Together, alike
 from asymcheck.testing.ranks import check_all, run_ranks
 
@@ -303,10 +303,10 @@ def test_looking_and_asking_use_no_collective_and_no_other_thread_of_ours_does()
 def test_the_first_key_that_differs_is_named_with_both_ranks_on_all(world) -> None:
     def work(rank, say):
         ranks = Together(None, TIMEOUT_S)
-        check_alike(ranks, "structure", {"a": [1, 2], "b": [3]})
+        check_alike(ranks, "structure", lambda: {"a": [1, 2], "b": [3]})
         own = {"a": [1, 2], "b": [3], "c": [4]} if rank != 1 else {"a": [1, 2], "b": [7]}
         with pytest.raises(StateError) as caught:
-            check_alike(ranks, "structure", own)
+            check_alike(ranks, "structure", lambda: own)
         say([caught.value.key, str(caught.value)])
         ranks.close()
 
