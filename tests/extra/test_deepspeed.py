@@ -55,7 +55,7 @@ class Net(nn.Module):
         self.last = nn.Linear(WIDE, 5)
         self.tied = nn.Linear(WIDE, 5, bias=False)
         self.tied.weight = self.last.weight
-        self.scale = nn.Parameter(torch.rand(()) + 1)
+        self.scale = nn.Parameter(torch.rand(1) + 1)
         self.fixed = nn.Parameter(torch.rand(3, 5), requires_grad=False)
         self.register_buffer("mean", torch.rand(5))
 
@@ -137,7 +137,8 @@ def _gathered(param: Any) -> torch.Tensor:
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
 def _engine(

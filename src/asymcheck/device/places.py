@@ -221,7 +221,7 @@ class Places:
             and live.shape == leaf.shape
             and live.flags.c_contiguous
             and live.flags.writeable
-            and self._written.setdefault(_numpy_identity(live), leaf.key) == leaf.key
+            and self._written.setdefault(numpy_identity(live), leaf.key) == leaf.key
         ):
             return live
         return np.empty(leaf.shape, dtype)
