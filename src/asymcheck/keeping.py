@@ -237,7 +237,9 @@ class Keeper:
 
     def _submit(self, active: Active, handle: Handle) -> None:
         try:
-            durable = self._persister.begin(active.slot, active.copy.step)
+            durable = self._persister.begin(
+                active.slot, active.copy.step, lambda: self.release(active, "persister")
+            )
         except BaseException as failure:  # noqa: BLE001  whoever waits for it sees it
             durable = Future()
             durable.set_exception(failure)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
+from typing import Any, Self
 
 import numpy as np
 
 from asymcheck.decoding import Decoding, Loaded
-from asymcheck.device.leaves import Sink
+from asymcheck.device.places import Sink
 from asymcheck.device.state import RestorePlan, State, tree_leaf_bytes
+from asymcheck.device.worlds import WorldChange
 from asymcheck.errors import (
+    CheckpointError,
     CheckpointWarning,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
@@ -54,6 +59,8 @@ class RestoreReport:
         unexpected_keys: With ``strict=False``: in the checkpoint, and not live.
         mismatched: With ``strict=False``: ``(key, live, checkpoint)``, not loaded.
         cast_keys: With ``dtype_policy="cast"``: loaded with another dtype.
+        world_change: What became of each rank's own state because another number of ranks had
+            saved, in words; empty where as many had.
     """
 
     step: int
@@ -66,6 +73,7 @@ class RestoreReport:
     unexpected_keys: tuple[str, ...] = ()
     mismatched: tuple[tuple[str, str, str], ...] = ()
     cast_keys: tuple[str, ...] = ()
+    world_change: str = ""
 
 
 class TornRestore(CorruptCheckpoint):
@@ -80,75 +88,84 @@ def restore(
     strict: bool,
     cast: bool,
     sink: SpanSink,
+    rank: int = 0,
+    world: int = 1,
+    on_world_change: WorldChange = "resplit",
+    exchange: Exchange | None = None,
 ) -> RestoreReport:
     """Load the newest checkpoint that is whole, or the one asked for; blocks.
 
     A damaged checkpoint is passed over with one warning, and the one before is tried. One
     that is intact but does not match is an error at once: older ones would not match either.
 
+    Many ranks call it alike, each with its own state. They try what rank 0 finds, and go on to
+    the one before where any of them cannot read it; Python values are set when all could.
+
     Args:
         repository: Where from.
-        state: Where to; written in place.
+        state: Where to; written in place. It knows the same rank and world.
         step: Which, ``None`` for the newest that is whole.
         strict: Whether any difference is an error.
         cast: Whether tensors of another dtype are cast.
         sink: Receives the span.
+        rank: This rank: its own state is that of the saved rank of this number, modulo how many
+            had saved.
+        world: How many ranks restore.
+        on_world_change: What becomes of that where another number had saved.
+        exchange: ``Ranks.exchange``, with more than one rank; what it raises goes on.
 
     Raises:
         NoCheckpoint: There is none (of that step).
         CorruptCheckpoint: There are some and none is whole; ``TornRestore`` when live state
-            was overwritten in part.
-        IncompatibleCheckpoint: It does not match; nothing was changed.
+            was overwritten in part, on this rank or on another.
+        IncompatibleCheckpoint: It does not match, on this rank or on another; nothing was changed.
     """
     start_s = perf_counter()
+    ranks = _Ranks(rank, world, exchange or _alone)
     torn = False
     looks = 0
-    candidates, skipped = _look(repository, step)
+    candidates, skipped = ranks.look(repository, step)
     while candidates:
         at = candidates.pop(0)
-        with timed(sink, Stage.RESTORE, at.step):
-            loading = _Loading(repository, at, state, strict=strict, cast=cast)
-            try:
-                report = loading.run()
-            except NoCheckpoint as failure:
-                torn = torn or loading.touched
+        loading = _Loading(repository, at, state, rank, on_world_change, strict=strict, cast=cast)
+        with timed(sink, Stage.RESTORE, at.step), loading:
+            # Nothing is overwritten on any rank before all know that it fits.
+            found = ranks.settle("planning a restore", loading.plan(), at)
+            if found.kind == _WELL:
+                found = ranks.settle("restore", loading.read(), at)
+            torn = torn or found.touched
+            if found.kind == _GONE:
                 looks += 1
                 if looks < _LOOKS:
                     # A writer beside us removed it since we looked: then newer ones are there.
-                    candidates, skipped = _look(repository, step)
+                    candidates, skipped = ranks.look(repository, step)
                 else:
-                    skipped.append((at.step, str(failure)))
+                    skipped.append((at.step, found.why))
                 continue
-            except (CorruptCheckpoint, StoreError) as failure:
-                torn = torn or loading.touched
-                skipped.append((at.step, str(failure)))
+            if found.kind == _DAMAGED:
+                skipped.append((at.step, found.why))
                 continue
-            except Exception as failure:
-                if not (torn or loading.touched):
-                    raise
-                raise _torn_by(at, f"putting it back raised {failure!r}") from failure
-        if torn and (report.missing_keys or report.mismatched):
-            left = [*report.missing_keys, *(key for key, _, _ in report.mismatched)]
-            raise _torn_by(
-                at,
-                f"a newer, damaged one had been read into {left[0]!r}, which this "
-                f"one does not hold",
-            )
+            if found.kind == _WRONG:
+                if not torn:
+                    raise found.own or IncompatibleCheckpoint(f"step {at.step}: {found.why}")
+                what = f"putting it back raised {found.why}"
+                raise _torn_by(at, what) from found.own
+            found = ranks.settle("restored", loading.finish(torn=torn), at)
+            if found.kind != _WELL:
+                raise _torn_by(at, found.why) from found.own
+        report = loading.report
         for passed, why in skipped:
             _warn(f"checkpoint of step {passed} is damaged and was passed over: {why}")
+        if report.world_change:
+            _warn(f"checkpoint of step {at.step} was {report.world_change}")
         if report.rng_problems:
             _warn(f"random number generators: {'; '.join(report.rng_problems)}")
-        return RestoreReport(
-            step=at.step,
+        return replace(
+            report,
             attempt=at.attempt,
             restored_bytes=loading.restored_bytes,
             duration_s=perf_counter() - start_s,
             skipped=tuple(skipped),
-            rng_problems=report.rng_problems,
-            missing_keys=report.missing_keys,
-            unexpected_keys=report.unexpected_keys,
-            mismatched=report.mismatched,
-            cast_keys=report.cast_keys,
         )
     lines = "\n".join(f"  step {passed}: {why}" for passed, why in skipped)
     message = f"none of {len(skipped)} checkpoints could be loaded:\n{lines}"
@@ -158,6 +175,80 @@ def restore(
             f"{message}\nThe live state was overwritten in part: build it anew before training.",
         )
     raise CorruptCheckpoint(repository.store.url, message)
+
+
+Exchange = Callable[[str, Any], list[Any]]
+"""Given what is exchanged and a JSON value of this rank, returns those of all ranks, in order."""
+
+
+def _alone(what: str, mine: Any) -> list[Any]:  # noqa: ANN401
+    return [mine]
+
+
+_WELL, _GONE, _DAMAGED, _WRONG = "well", "gone", "damaged", "wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """How one try ended, on one rank or on all.
+
+    Attributes:
+        kind: Well; or the checkpoint is gone; or damaged; or something else is wrong.
+        why: In words.
+        touched: Whether live state was overwritten.
+        own: What this rank raised.
+    """
+
+    kind: str
+    why: str = ""
+    touched: bool = False
+    own: Exception | None = None
+
+
+class _Ranks:
+    """The ranks that restore together, and come to the same decisions."""
+
+    def __init__(self, rank: int, world: int, exchange: Exchange) -> None:
+        self._rank = rank
+        self._world = world
+        self._exchange = exchange
+
+    def look(
+        self, repository: Repository, step: int | None
+    ) -> tuple[list[CheckpointId], list[tuple[int, str]]]:
+        """What rank 0 sees; see ``_look``."""
+        own: CheckpointError | None = None
+        said: dict[str, Any] = {}
+        if self._rank == 0:
+            try:
+                candidates, damaged = _look(repository, step)
+                said = {"candidates": candidates, "damaged": damaged}
+            except CheckpointError as failure:
+                own = failure
+                said = {"failed": str(failure), "none": isinstance(failure, NoCheckpoint)}
+        first = self._exchange("checkpoints to restore", said)[0]
+        if "failed" in first:
+            if own is None:
+                kind = NoCheckpoint if first["none"] else StoreError
+                own = kind(f"rank 0: {first['failed']}")
+            raise own
+        return (
+            [CheckpointId(*at) for at in first["candidates"]],
+            [(passed, why) for passed, why in first["damaged"]],
+        )
+
+    def settle(self, what: str, mine: _Found, at: CheckpointId) -> _Found:
+        """How a try ended on all ranks: as on the one where it ended worst."""
+        said = [mine.kind, mine.why, mine.touched]
+        told = [_Found(*other) for other in self._exchange(f"{what} of step {at.step}", said)]
+        kinds = [found.kind for found in told]
+        kind = next(k for k in (_WRONG, _GONE, _DAMAGED, _WELL) if k in kinds)
+        worst = kinds.index(kind)
+        why = told[worst].why
+        if self._world > 1 and kind != _WELL:
+            why = f"rank {worst}: {why}"
+        own = mine.own if mine.kind == kind else None
+        return _Found(kind, why, any(found.touched for found in told), own)
 
 
 def _torn_by(at: CheckpointId, what: str) -> TornRestore:
@@ -207,32 +298,98 @@ class _Loading:
     """One try at one checkpoint."""
 
     def __init__(
-        self, repository: Repository, at: CheckpointId, state: State, *, strict: bool, cast: bool
+        self,
+        repository: Repository,
+        at: CheckpointId,
+        state: State,
+        rank: int,
+        on_world_change: WorldChange,
+        *,
+        strict: bool,
+        cast: bool,
     ) -> None:
         self._repository = repository
         self._at = at
         self._state = state
+        self._rank = rank
+        self._on_world_change = on_world_change
         self._strict = strict
         self._cast = cast
+        self._open = ExitStack()
+        self._planned: tuple[OpenCheckpoint, Decoding, RestorePlan] | None = None
+        self.report = RestoreReport(step=at.step)
         self.touched = False
         self.restored_bytes = 0
 
-    def run(self) -> RestoreReport:
-        """Load it; the report has what the loading itself knows."""
-        with self._repository.open(self._at) as checkpoint:
-            if len(checkpoint.indexes) != 1:
-                raise IncompatibleCheckpoint(
-                    f"step {self._at.step} was saved by {len(checkpoint.indexes)} ranks; this "
-                    f"release restores checkpoints of one rank"
-                )
-            index = checkpoint.indexes[0]
-            decoding = Decoding(checkpoint)
-            text = self._read_tree(decoding, index)
-            plan = self._state.plan(index, text, strict=self._strict, cast=self._cast)
-            self._read_leaves(checkpoint, decoding, index, plan.places.sinks)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.close()
+
+    def plan(self) -> _Found:
+        """Find a place for all that this rank needs; changes nothing."""
+        return self._try(self._plan)
+
+    def read(self) -> _Found:
+        """Read it into live memory, with all checks."""
+        return self._try(self._read)
+
+    def _try(self, work: Callable[[], None]) -> _Found:
+        try:
+            work()
+        except NoCheckpoint as failure:
+            return _Found(_GONE, str(failure), self.touched, failure)
+        except (CorruptCheckpoint, StoreError) as failure:
+            return _Found(_DAMAGED, str(failure), self.touched, failure)
+        except Exception as failure:  # noqa: BLE001  the caller raises it, on all ranks
+            why = str(failure) if isinstance(failure, CheckpointError) else repr(failure)
+            return _Found(_WRONG, why, self.touched, failure)
+        return _Found(_WELL, touched=self.touched)
+
+    def _plan(self) -> None:
+        checkpoint = self._open.enter_context(self._repository.open(self._at))
+        indexes = checkpoint.indexes
+        own = indexes[self._rank % len(indexes)]
+        decoding = Decoding(checkpoint)
+        plan = self._state.plan(
+            own,
+            self._read_tree(decoding, own),
+            strict=self._strict,
+            cast=self._cast,
+            indexes=indexes,
+            text_of=partial(self._read_tree, decoding),
+            on_world_change=self._on_world_change,
+        )
+        self._planned = checkpoint, decoding, plan
+
+    def _read(self) -> None:
+        assert self._planned is not None, "plan() comes first"
+        checkpoint, decoding, plan = self._planned
+        for index in checkpoint.indexes:
+            places = plan.places.sinks.items()
+            sinks = {key: sinks for (rank, key), sinks in places if rank == index.rank}
+            self._read_leaves(checkpoint, decoding, index, sinks)
+
+    def finish(self, *, torn: bool) -> _Found:
+        """Set Python values.
+
+        Args:
+            torn: Whether live state was overwritten with what turned out to be damaged.
+        """
+        assert self._planned is not None, "plan() comes first"
+        plan = self._planned[2]
         self.touched = True
-        problems = plan.finish()
-        return self._report(plan, problems)
+        try:
+            problems = plan.finish()
+        except Exception as failure:  # noqa: BLE001  the caller raises it, on all ranks
+            return _Found(_WRONG, f"putting it back raised {failure!r}", True, failure)  # noqa: FBT003
+        self.report = self._report(plan, problems)
+        left = [*self.report.missing_keys, *(key for key, _, _ in self.report.mismatched)]
+        if torn and left:
+            why = f"a newer, damaged one had been read into {left[0]!r}, which this one does not hold"
+            return _Found(_WRONG, why, touched=True)
+        return _Found(_WELL, touched=True)
 
     def _report(self, plan: RestorePlan, problems: Sequence[str]) -> RestoreReport:
         matching = plan.matching
@@ -243,6 +400,7 @@ class _Loading:
             unexpected_keys=tuple(matching.unexpected_keys),
             mismatched=tuple(matching.mismatched),
             cast_keys=tuple(matching.cast),
+            world_change=plan.world_change,
         )
 
     def _read_tree(self, decoding: Decoding, index: Index) -> bytes:
@@ -257,9 +415,9 @@ class _Loading:
         What fails is told in the order of the chunks. When this ends, no thread writes any more.
         """
         pool = ThreadPoolExecutor(_DECODERS, "asymcheck-decode")
-        coming: deque[tuple[_Piece, Loaded, Future[memoryview]]] = deque()
+        coming: deque[tuple[_Read, Loaded, Future[memoryview]]] = deque()
         try:
-            for piece in _pieces(index, sinks):
+            for piece in _reads(index, sinks):
                 if piece.chunk.codec == RAW and piece.live is not None:
                     self.touched = True
                     checkpoint.read(index, piece.chunk, piece.live)
@@ -279,11 +437,11 @@ class _Loading:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _finish(self, piece: _Piece, loaded: Loaded, decoded: Future[memoryview]) -> None:
+    def _finish(self, piece: _Read, loaded: Loaded, decoded: Future[memoryview]) -> None:
         self._put(piece, decoded.result())
         loaded.release()
 
-    def _put(self, piece: _Piece, raw: memoryview) -> None:
+    def _put(self, piece: _Read, raw: memoryview) -> None:
         """Write the bytes to every sink that does not have them yet."""
         self.touched = True
         chunk = piece.chunk
@@ -295,7 +453,7 @@ class _Loading:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Read:
     """A chunk, and where its bytes go.
 
     Attributes:
@@ -309,25 +467,28 @@ class _Piece:
     live: memoryview | None
 
 
-def _pieces(index: Index, sinks: _Sinks) -> Iterator[_Piece]:
+def _reads(index: Index, sinks: _Sinks) -> Iterator[_Read]:
     leaves = [leaf for leaf in index.leaves if leaf.nbytes]
     starts = [leaf.at for leaf in leaves]
     for chunk in index.chunks:
         i = max(0, bisect_right(starts, chunk.at) - 1)
         hit = []
         while i < len(leaves) and leaves[i].at < chunk.stop:
-            if leaves[i].stop > chunk.at and sinks.get(leaves[i].key):
-                hit.append((leaves[i], sinks[leaves[i].key]))
+            leaf = leaves[i]
+            lo, hi = max(chunk.at, leaf.at) - leaf.at, min(chunk.stop, leaf.stop) - leaf.at
+            takers = [sink for sink in sinks.get(leaf.key, ()) if lo < hi and sink.takes(lo, hi)]
+            if takers:
+                hit.append((leaf, takers))
             i += 1
-        for leaf, takers in hit:
-            for sink in takers:
+        for leaf, wanted in hit:
+            for sink in wanted:
                 _check_whole_elements(leaf, chunk, sink)
         live = None
         if len(hit) == 1 and hit[0][0].at <= chunk.at and chunk.stop <= hit[0][0].stop:
             lo = chunk.at - hit[0][0].at
             live = hit[0][1][0].memory(lo, lo + chunk.nbytes)
         if hit:
-            yield _Piece(chunk, hit, live)
+            yield _Read(chunk, hit, live)
 
 
 def _decoded(loaded: Loaded, live: memoryview | None) -> memoryview:

@@ -34,7 +34,7 @@ from asymcheck.handover import (
 from asymcheck.memory.arena import SHARED_MEMORY, Slot, owner_of, run_of
 from asymcheck.memory.host import read_text
 from asymcheck.memory.process import ProcessId
-from asymcheck.messages import Durable
+from asymcheck.messages import Durable, Stored
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.local import TEMP_FOLDER, LocalStore
 from asymcheck.storage.repository import Repository
@@ -242,8 +242,11 @@ def repair(
         StoreError: The medium failed while files were removed; it can be called again.
     """
     repository, until_s, done = plan.repository, monotonic() + grace_s, Repaired()
+    stored: list[Stored] = []
     for remnant in [*plan.finishing, *plan.removing]:
-        _finish(repository, remnant, until_s, done)
+        _finish(repository, remnant, until_s, done, stored)
+    whole = {manifest.at for manifest in repository.commit_whole()}
+    done.durable += [part.ended() for part in stored if part.at in whole]
     removal = remove_remnants(plan.superseded, discard_sealed=discard_sealed)
     done.removed += removal.removed
     done.kept += [(r, f"it holds a whole checkpoint, but {_late(plan)}") for r, _ in removal.kept]
@@ -260,9 +263,15 @@ def repair(
     return done
 
 
-def _finish(repository: Repository, remnant: Remnant, until_s: float, done: Repaired) -> None:
+def _finish(
+    repository: Repository,
+    remnant: Remnant,
+    until_s: float,
+    done: Repaired,
+    stored: list[Stored],
+) -> None:
     try:
-        durable = finish(repository, remnant.slot, Retention(), discard, until_s)
+        end = finish(repository, remnant.slot, Retention(), discard, until_s)
     except StoreError as failure:
         done.kept.append((remnant, str(failure)))
         done.failed.append((remnant, str(failure)))
@@ -270,8 +279,10 @@ def _finish(repository: Repository, remnant: Remnant, until_s: float, done: Repa
         done.removed.append(remnant)
         done.failed.append((remnant, str(failure)))
     else:
-        if durable is not None:
-            done.durable.append(durable)
+        if isinstance(end, Durable):
+            done.durable.append(end)
+        elif isinstance(end, Stored):
+            stored.append(end)
         elif remnant.slot.is_sealed:
             done.finished.append(remnant)
         else:

@@ -40,6 +40,8 @@ from asymcheck.events import Sink, Span, Stage, timed
 from asymcheck.handles import Handle, Promised, report_of
 from asymcheck.keeping import Active, Keeper
 from asymcheck.memory.arena import Arena, NoRoom, Slot, SlotState, capacity_for
+from asymcheck.messages import Stored
+from asymcheck.pending import COMMIT_TIMEOUT_S, Pending
 from asymcheck.persist import write_checkpoint
 from asymcheck.persister import Persister, is_own_memory
 from asymcheck.planning.layout import MiB
@@ -66,6 +68,9 @@ class Snapshotter:
         retention: Applied then.
         sink: Receives spans.
         tracer: Is told of plans and of what became durable.
+        rank: Of this process.
+        world: How many ranks save together.
+        commit_timeout_s: How long a save without a slot waits for other ranks.
     """
 
     def __init__(
@@ -78,7 +83,11 @@ class Snapshotter:
         retention: Retention,
         sink: Sink,
         tracer: Tracer | None = None,
+        rank: int = 0,
+        world: int = 1,
+        commit_timeout_s: float = COMMIT_TIMEOUT_S,
     ) -> None:
+        self._rank, self._world, self._commit_timeout_s = rank, world, commit_timeout_s
         self._state = state
         self._strategy = strategy
         self._arena = arena
@@ -188,6 +197,8 @@ class Snapshotter:
             boundary_s=start_s,
             canaries=placed.at.canaries,
             kinds=placed.at.kinds,
+            rank=self._rank,
+            world=self._world,
         )
         if self._tracer is not None:
             lazy, eager = placed.at.lazy_bytes, placed.at.eager_bytes
@@ -249,6 +260,9 @@ class Snapshotter:
                     self._sink,
                     Chooser(RAW),
                 )
+                if isinstance(found, Stored):
+                    waiting = (self._retention, self._sink, self._commit_timeout_s)
+                    found = Pending(self._repository, found, *waiting).wait()
             except CheckpointError as failure:
                 handle.captured.set_exception(failure)
                 handle.durable.set_exception(failure)

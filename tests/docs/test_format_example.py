@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from asymcheck.decoding import verify
 from asymcheck.device import items, optimizer
 from asymcheck.device.tree import _BUILDERS
 from asymcheck.planning.layout import CHUNK_BYTES, SMALL_BYTES, MiB
+from asymcheck.planning.pieces import MAX_DIMENSIONS, MAX_ELEMENTS
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.recovery import CheckpointWarning
 from asymcheck.storage.flush import PACK_BYTES
-from asymcheck.storage.index import CODEC, Index
+from asymcheck.storage.index import CODEC, Index, dump_index
 from asymcheck.storage.manifest import FEATURES, FORMAT_LINE, Base, make_manifest
 from asymcheck.storage.memory import MemoryStore
 from asymcheck.storage.names import MAX_RANK
@@ -152,9 +154,18 @@ def test_each_optional_member_of_a_manifest_stands_in_its_table_in_order() -> No
     plain = make_manifest([(index, b"")])
     more = [name for name in json.loads(whole) if name not in json.loads(plain)]
     assert _table("## Manifest", "| optional member |") == more
-    assert {"base", "lossy", "excp"} == FEATURES
+    assert {"base", "lossy", "excp", "ranks"} == FEATURES
     for name in FEATURES:
         assert f"| 1, `needs` `{name}` |" in TEXT
+
+
+def test_each_optional_member_of_an_index_stands_in_its_table_in_order() -> None:
+    at = CheckpointId(1, 7)
+    plain = Index("r", at, 0, 1, 0.0, {}, {}, (), {}, (), ())
+    whole = replace(plain, base=Base(CheckpointId(1, 6), "0" * 32), fidelity="moments")
+    silent, telling = (json.loads(dump_index(index)) for index in (plain, whole))
+    more = [name for name in telling if name not in silent]
+    assert _table("## Index", "| optional member |") == more
 
 
 def test_each_tag_of_the_state_tree_stands_in_the_table_and_no_other() -> None:
@@ -169,3 +180,5 @@ def test_the_limits_that_it_states_are_those_of_the_code() -> None:
     for stated in ("| rank | 0 to 9999 |", "| sealed object | 1 GiB |", "| pack | 1 GiB of the"):
         assert stated in TEXT
     assert "| chunk | 16 MiB in the image, 32 MiB stored |" in TEXT
+    assert (MAX_DIMENSIONS, MAX_ELEMENTS) == (64, 1 << 53)
+    assert "| whole | 64 dimensions, 2^53 elements |" in TEXT

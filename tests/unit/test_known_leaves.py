@@ -24,7 +24,7 @@ class _Model(nn.Module):
 def _found(collector: Collector) -> object:
     """All that a save depends on: specs, values and aliases."""
     rows = []
-    for spec, array, deferred in collector.sources[:-1]:
+    for spec, array, deferred, _ in collector.sources[:-1]:
         if not spec.key.startswith("$rng"):
             assert isinstance(array, torch.Tensor)
             rows.append((spec, array.data_ptr(), array.detach().clone().tolist(), deferred))

@@ -13,9 +13,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from asymcheck import Checkpointer, IncompatibleCheckpoint, StateError
-from asymcheck.device.leaves import Places
 from asymcheck.device.optimizer import _near
-from asymcheck.storage.index import Leaf
+from asymcheck.device.places import Places
+from asymcheck.planning.retention import CheckpointId
+from asymcheck.storage.index import Index, Leaf
 from asymcheck.storage.memory import MemoryStore
 
 Optimizer = torch.optim.Optimizer
@@ -646,11 +647,12 @@ def test_a_schedule_reads_the_rate_that_was_restored_whichever_is_first() -> Non
 
 def test_a_place_is_made_once_for_a_leaf_with_two_names() -> None:
     leaf = Leaf("a", "float32", (2,), 0, 8)
-    places = Places({"a": leaf}, {"b": "a"})
+    at = CheckpointId(1, 1)
+    places = Places(Index("run", at, 0, 1, 0.0, {}, {}, (leaf,), {"b": "a"}, (), ()))
     places.bind("a", "cpu", None)
     places.bind("b", "cpu", torch.zeros(2))
     assert places.array("a") is places.array("b")
-    assert len(places.sinks["a"]) == 1
+    assert len(places.sinks[0, "a"]) == 1
 
 
 def test_values_of_state_that_are_no_dict_come_back() -> None:

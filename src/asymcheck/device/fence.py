@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from asymcheck.device.sharding import local
+
 _DEEPEST = 4  # of containers in an optimizer's state
 
 
@@ -110,6 +112,6 @@ def _tensors(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
 
 def _address(tensor: torch.Tensor) -> int:
     try:
-        return tensor.untyped_storage().data_ptr()
+        return local(tensor).untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return 0  # a tensor without one storage, such as a sparse one, is never watched

@@ -10,12 +10,15 @@ from typing import Any, Protocol
 import torch
 
 from asymcheck.device.inplace import Bind, bind_leaves, put_back, unlike
-from asymcheck.device.leaves import Collector, Known, Places
+from asymcheck.device.leaves import Collector, Known
 from asymcheck.device.matching import Matching
 from asymcheck.device.naming import canonical_names, escape
+from asymcheck.device.places import Places
+from asymcheck.device.sharding import Copies, Replication, local
 from asymcheck.device.tensors import can_cast, check_supported, dtype_name, is_supported
 from asymcheck.device.tree import Decoder, Encoder, Json
 from asymcheck.errors import CaptureError, CheckpointError
+from asymcheck.planning.pieces import Piece
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,12 @@ class Params:
     Attributes:
         names: Name of each by ``id``; the first one for one with several names.
         by_name: Each under all of its names.
+        copies: Of those that are equal on several ranks, by ``id``.
     """
 
     names: Mapping[int, str]
     by_name: Mapping[str, torch.Tensor]
+    copies: Mapping[int, Copies] = field(default_factory=dict)
 
 
 Finish = Callable[[Decoder], None]
@@ -71,20 +76,27 @@ class Restoring:
         bind_leaves(tree, live, bind or self.places.bind)
         return Decoder(self.places.array, filled=False).decode(tree)
 
-    def tensor(self, key: str, live: torch.Tensor) -> None:
-        """Send the leaf ``key`` to ``live``, or note how they differ."""
-        check_supported(key, live)
+    def tensor(self, key: str, live: torch.Tensor, piece: Piece | None = None) -> None:
+        """Send the leaf ``key`` to ``live``, or note how they differ.
+
+        Args:
+            key: Of the leaf.
+            live: Where to.
+            piece: Which part of a whole it is, where neither it is all nor a DTensor.
+        """
+        check_supported(key, local(live))
         leaf = self.places.leaf(key)
         differ = self.matching.mismatched
         if leaf is None:
             self.matching.missing_keys.append(key)
             return
         same = dtype_name(live.dtype) == leaf.dtype
-        if tuple(live.shape) != leaf.shape:
-            differ.append((key, f"shape {list(live.shape)}", f"shape {list(leaf.shape)}"))
+        whole = tuple(live.shape) if piece is None else piece.whole
+        if whole != leaf.shape:
+            differ.append((key, f"shape {list(whole)}", f"shape {list(leaf.shape)}"))
         elif not same and not (self.cast and can_cast(leaf.dtype, live.dtype)):
             differ.append((key, dtype_name(live.dtype), leaf.dtype))
-        elif (other := self.places.into_tensor(key, live)) is not None:
+        elif (other := self.places.into_tensor(key, live, piece)) is not None:
             differ.append((key, f"one tensor with {other}", "two tensors"))
         elif not same:
             self.matching.cast.append(key)
@@ -117,8 +129,9 @@ class ModuleItem:
 
     kind = "module"
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, replication: Replication) -> None:
         self.module = module
+        self.replication = replication
         self._latest: tuple[list[str], Known | None] = ([], None)
 
     def _state_dict(self, name: str) -> dict[str, Any]:
@@ -144,12 +157,15 @@ class ModuleItem:
         extra: dict[str, Json] = {}
         keys = []
         first = len(collector.sources)
-        prefix = f"{escape(name)}/"
+        prefix, everywhere = f"{escape(name)}/", collector.copies
         for raw, entry in canonical_names(entries).items():
             value, key = entries[raw], prefix + escape(entry)
             if isinstance(value, torch.Tensor):
                 kind = "parameter" if isinstance(value, torch.nn.Parameter) else ""
+                mine = self.replication.of(raw, buffer=not kind)
+                collector.copies = everywhere or mine
                 keys.append(collector.add(key, value, kind=kind))
+                collector.copies = everywhere
             else:
                 extra[entry] = encoder.encode(value, key)
         known = None if extra else collector.learn(first, keys, list(entries.values()))
@@ -171,7 +187,7 @@ class ModuleItem:
             if entry in extra:
                 computed[raw] = extra[entry]
             elif isinstance(value, torch.Tensor) and _is_live(value, memory):
-                to.tensor(key, value)
+                self.plan_tensor(key, value, to)
             elif to.places.leaf(key) is not None:
                 computed[raw] = {"$leaf": key}
             else:
@@ -193,13 +209,19 @@ class ModuleItem:
 
         return finish
 
+    def plan_tensor(self, key: str, live: torch.Tensor, to: Restoring) -> None:
+        """Give a leaf its place in a tensor of the module."""
+        to.tensor(key, live)
+
     def _memory(self) -> set[int]:
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        return {t.untyped_storage().data_ptr() for t in tensors if is_supported(t)}
+        mine = map(local, tensors)
+        return {t.untyped_storage().data_ptr() for t in mine if is_supported(t)}
 
 
-def _is_live(value: torch.Tensor, memory: set[int]) -> bool:
+def _is_live(entry: torch.Tensor, memory: set[int]) -> bool:
     """Whether an entry of a state dict is memory of the module rather than a copy of it."""
+    value = local(entry)
     if not is_supported(value) or value.numel() == 0:
         return True  # refused, or nothing to copy
     return value.untyped_storage().data_ptr() in memory

@@ -1,34 +1,31 @@
-"""Leaves: the arrays of the state, with the bytes they hold now and where they go back to."""
+"""Leaves: the arrays of the state, with the bytes they hold now."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import memmove
-from functools import cache, partial
+from functools import partial
 from itertools import repeat
-from math import prod
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from asymcheck.device.sharding import Copies, Shard, is_dtensor, local, shard_of
 from asymcheck.device.tensors import (
     NUMPY_PREFIX,
     Bytes,
-    Target,
     check_supported,
     copy_out,
     dense_order,
     dtype_name,
-    dtype_of,
     is_plain,
-    is_supported,
-    new_tensor,
 )
-from asymcheck.errors import CorruptCheckpoint, IncompatibleCheckpoint, StateError
+from asymcheck.errors import StateError
 from asymcheck.planning.layout import PAGE_BYTES, SMALL_BYTES, align_up
-from asymcheck.storage.index import TREE_DTYPE, TREE_KEY, Leaf
+from asymcheck.planning.pieces import Piece
+from asymcheck.storage.index import TREE_DTYPE, TREE_KEY
 
 Array = torch.Tensor | np.ndarray[Any, Any]
 
@@ -47,6 +44,8 @@ class Spec(NamedTuple):
             ``state/exp_avg``), or empty for everything else.
         lazy: Whether it only changes in an update, so that it may be copied until the next.
         plain: Whether the values are ``nbytes`` of host memory at the array's address.
+        piece: As ``Leaf.piece``.
+        copies: Which ranks have the same values and share out who writes what of them.
     """
 
     key: str
@@ -58,6 +57,8 @@ class Spec(NamedTuple):
     kind: str = ""
     lazy: bool = False
     plain: bool = False
+    piece: Piece | None = None
+    copies: Copies | None = None
 
 
 class Source(NamedTuple):
@@ -68,11 +69,14 @@ class Source(NamedTuple):
         array: A tensor, a numpy array, or the text of the tree. What is lazy is an alias:
             it keeps its memory although the parameter is given another one meanwhile.
         deferred: Whether it is a clone, so that it may be copied at any time.
+        held: The tensor that others hold and change, where that is not the array or what it is
+            an alias of: the DTensor around it, whose version moves when it changes.
     """
 
     spec: Spec
     array: Array | bytes
     deferred: bool = False
+    held: torch.Tensor | None = None
 
     def copy_out(self, into: Bytes) -> None:
         """Copy the values into host bytes; blocks."""
@@ -98,6 +102,7 @@ class Known(NamedTuple):
         specs: Of the leaves.
         lazy: Which of the leaves are lazy.
         aliases: As ``Collector.aliases``.
+        sharded: Whether there are DTensors among them.
     """
 
     looks: tuple[list[Any], ...]
@@ -106,6 +111,7 @@ class Known(NamedTuple):
     specs: list[Spec]
     lazy: list[int]
     aliases: dict[str, str]
+    sharded: bool
 
 
 class Collector:
@@ -114,22 +120,25 @@ class Collector:
     Attributes:
         sources: In the order in which they were found.
         aliases: Further keys of leaves that are the same view of the same memory.
+        copies: Of the tensors that are added next, unless they are DTensors.
     """
 
     def __init__(self) -> None:
         self.sources: list[Source] = []
         self.aliases: dict[str, str] = {}
+        self.copies: Copies | None = None
         self._keys: set[str] = set()
         self._seen: dict[object, str] = {}
         self._tensors: dict[int, tuple[torch.Tensor, str] | None] = {}
 
-    def add(self, key: str, array: Array, *, kind: str = "") -> str:
+    def add(self, key: str, array: Array, *, kind: str = "", piece: Piece | None = None) -> str:
         """Note a leaf; returns the key that it is saved under.
 
         Args:
             key: Its path.
             array: Its values.
             kind: See ``Spec``; with one, nothing but an optimizer's update changes it.
+            piece: Which part of a whole a tensor is that nobody else has; a DTensor's is known.
 
         Raises:
             StateError: It cannot be saved.
@@ -140,19 +149,19 @@ class Collector:
             key = f"{wanted}~{serial}"
         self._keys.add(key)
         if isinstance(array, torch.Tensor):
-            self._note(key, self._tensor_source(key, array, kind))
+            self._note(key, self._tensor_source(key, array, kind, piece))
             return key
-        source, identity = _numpy_source(key, array)
-        first = self._seen.setdefault(identity, key) if identity is not None else key
+        source, same = _numpy_source(key, array)
+        first = self._seen.setdefault(same, key) if same is not None else key
         if first == key:
             self.sources.append(source)
         else:
             self.aliases[key] = first
         return key
 
-    def state_leaf(self, key: str, array: Array) -> str:
+    def state_leaf(self, key: str, array: Array, piece: Piece | None = None) -> str:
         """Note a leaf of an optimizer's state; see ``add``."""
-        return self.add(key, array, kind="state/" + key.rpartition("/")[2])
+        return self.add(key, array, kind="state/" + key.rpartition("/")[2], piece=piece)
 
     def add_known(self, known: Known | None, tensors: Sequence[torch.Tensor]) -> bool:
         """Note tensors that all are where and what they were at the save before; else nothing.
@@ -175,13 +184,18 @@ class Collector:
         here.pop(0, None)
         if not self._keys.isdisjoint(known.keys) or not self._tensors.keys().isdisjoint(here):
             return False
+        held: Iterable[torch.Tensor | None] = repeat(None)
+        if known.sharded:
+            held = [tensors[i] if is_dtensor(tensors[i]) else None for i in known.picks]
+            here = {at: (local(tensor), key) for at, (tensor, key) in here.items()}
+            tensors = list(map(local, tensors))
         leaves = [tensors[i] for i in known.picks]
         for i in known.lazy:
             leaves[i] = leaves[i].detach()
         self._keys.update(known.keys)
         self._tensors.update(here)
         self.aliases.update(known.aliases)
-        rows = zip(known.specs, leaves, repeat(False), strict=False)
+        rows = zip(known.specs, leaves, repeat(False), held, strict=False)
         self.sources += map(partial(tuple.__new__, Source), rows)
         return True
 
@@ -209,12 +223,22 @@ class Collector:
         if len(set(places)) != len(places) or not leaves.issuperset(aliases.values()):
             return None
         lazy = [i for i, s in enumerate(specs) if s.lazy]
-        return Known(looks, list(keys), picks, specs, lazy, aliases)
+        sharded = any(map(is_dtensor, tensors))
+        return Known(looks, list(keys), picks, specs, lazy, aliases, sharded)
 
-    def _tensor_source(self, key: str, tensor: torch.Tensor, kind: str) -> Source:
-        check_supported(key, tensor)
-        spec = _spec(key, tensor.detach(), kind)
-        return Source(spec, tensor.detach() if spec.lazy else tensor)
+    def _tensor_source(
+        self, key: str, tensor: torch.Tensor, kind: str, piece: Piece | None
+    ) -> Source:
+        mine, held, shard = tensor, None, None if piece is None else Shard(piece, None)
+        if is_dtensor(tensor):
+            mine, held, shard = local(tensor), tensor, shard_of(key, tensor)
+        check_supported(key, mine)
+        spec = _spec(key, mine.detach(), kind)
+        if shard is not None:
+            spec = as_piece(spec, shard.piece)._replace(copies=shard.copies)
+        elif self.copies is not None:
+            spec = spec._replace(copies=self.copies)
+        return Source(spec, mine.detach() if spec.lazy else mine, held=held)
 
     def _note(self, key: str, source: Source) -> None:
         """Keep a tensor, or that it is the same view of the same memory as an earlier one."""
@@ -227,12 +251,20 @@ class Collector:
                 # Rare, and only then worth a closer look.
                 if there is not None:
                     self._tensors[tensor.data_ptr()] = None
-                    self._seen[_identity(there[0])] = there[1]
-                first = self._seen.setdefault(_identity(tensor), key)
+                    self._seen[identity(there[0])] = there[1]
+                first = self._seen.setdefault(identity(tensor), key)
         if first == key:
             self.sources.append(source)
         else:
             self.aliases[key] = first
+
+    def keep(self, sources: list[Source]) -> None:
+        """Have these leaves alone, in place of all that were noted, and their further keys."""
+        if sources is self.sources:
+            return
+        self.sources = sources
+        kept = {s.spec.key for s in sources}
+        self.aliases = {alias: key for alias, key in self.aliases.items() if key in kept}
 
     def add_tree(self, text: bytes) -> None:
         """Note the tree, last. Spaces at its end keep its size, and so the place of every
@@ -256,14 +288,19 @@ _METHODS = (
 
 def _looks(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...] | None:
     """All that specs and aliases of tensors depend on, a column for each property, addresses
-    last; ``None`` where one of them is no ordinary strided tensor.
+    last; ``None`` where one of them is no ordinary strided tensor, nor a DTensor of such.
     """
     types = list(map(type, tensors))
+    shares: list[Any] = []
     if not _ORDINARY.issuperset(types):
-        return None
+        dtensors = list(map(is_dtensor, tensors))
+        shares = [t._spec if d else None for t, d in zip(tensors, dtensors, strict=True)]  # type: ignore[attr-defined]
+        tensors = list(map(local, tensors))
+        if not _ORDINARY.issuperset(map(type, tensors)):
+            return None
     try:
         columns = [list(map(method, tensors)) for method in _METHODS]
-        return types, list(map(_PROPERTIES, tensors)), *columns
+        return types, shares, list(map(_PROPERTIES, tensors)), *columns
     except (RuntimeError, NotImplementedError):
         return None  # sparse, nested or without memory
 
@@ -286,7 +323,15 @@ def _spec(key: str, alias: torch.Tensor, kind: str) -> Spec:
     )
 
 
-def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+def as_piece(spec: Spec, piece: Piece) -> Spec:
+    """The spec of a piece, which is stored row-major: what lies otherwise cannot be copied as
+    it lies in memory.
+    """
+    spec = spec._replace(piece=piece)
+    return spec._replace(order=(), lazy=False, plain=False) if spec.order else spec
+
+
+def identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for two tensors that are the same view of the same memory."""
     lazily = (tensor.is_conj(), tensor.is_neg())
     where = (tensor.device, tensor.data_ptr())
@@ -303,188 +348,9 @@ def _numpy_source(key: str, array: np.ndarray[Any, Any]) -> tuple[Source, object
         )
     dtype = NUMPY_PREFIX + array.dtype.str
     source = Source(Spec(key, dtype, array.shape, (), array.nbytes), array)
-    return source, _numpy_identity(array) if array.nbytes else None
+    return source, numpy_identity(array) if array.nbytes else None
 
 
-def _numpy_identity(array: np.ndarray[Any, Any]) -> tuple[object, ...]:
+def numpy_identity(array: np.ndarray[Any, Any]) -> tuple[object, ...]:
     address = array.__array_interface__["data"][0]
     return (address, array.shape, array.strides, array.dtype.str)
-
-
-class Sink(Protocol):
-    """Where the bytes of one stored leaf go."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one stored element."""
-        ...
-
-    def memory(self, start: int, stop: int) -> memoryview | None:
-        """Live memory of those bytes, to be filled directly, where there is such."""
-        ...
-
-    def put(self, start: int, raw: Bytes) -> None:
-        """Write the bytes from ``start`` on."""
-        ...
-
-
-class _NumpySink:
-    itemsize = 1  # it takes any run of bytes
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._bytes: Bytes = array.reshape(-1).view(np.uint8)
-
-    def memory(self, start: int, stop: int) -> memoryview | None:
-        return self._bytes.data[start:stop]
-
-    def put(self, start: int, raw: Bytes) -> None:
-        self._bytes[start : start + raw.size] = raw
-
-
-class Places:
-    """Where each stored leaf goes; filled while a restore is planned, used while it reads.
-
-    Args:
-        leaves: The leaves of the checkpoint by key; aliases are resolved.
-        aliases: Alias to key.
-
-    Attributes:
-        sinks: By leaf key; several where one stored leaf goes to several live tensors.
-    """
-
-    def __init__(self, leaves: dict[str, Leaf], aliases: dict[str, str]) -> None:
-        self._leaves = leaves
-        self._aliases = aliases
-        self._arrays: dict[str, Array] = {}
-        self._written: dict[object, str] = {}
-        self.sinks: dict[str, list[Sink]] = {}
-
-    def leaf(self, key: str) -> Leaf | None:
-        """The stored leaf of a key or alias."""
-        return self._leaves.get(self._aliases.get(key, key))
-
-    def array_keys(self) -> set[str]:
-        """All keys and aliases of arrays."""
-        return {k for k in self._leaves if k != TREE_KEY} | self._aliases.keys()
-
-    def into_tensor(self, key: str, tensor: torch.Tensor) -> str | None:
-        """Send a leaf to a live tensor that was checked to be one for it.
-
-        Returns:
-            ``None``, or the key of another leaf that already goes to that memory: then
-            nothing is changed.
-        """
-        leaf = self._need(key)
-        if leaf.nbytes == 0:
-            return None
-        identity = _identity(tensor)
-        first = self._written.get(identity)
-        if first is not None:
-            return None if first == leaf.key else first  # tied: that memory is written once
-        self._written[identity] = leaf.key
-        target = Target(key, tensor, _torch_dtype(leaf), leaf.order)
-        self.sinks.setdefault(leaf.key, []).append(target)
-        return None
-
-    def bind(self, key: str, device: str, live: object) -> None:
-        """Give a leaf of a tree an array: the live one where it fits, else a new one."""
-        leaf = self._need(key)
-        if leaf.key in self._arrays:
-            return
-        if leaf.dtype.startswith(NUMPY_PREFIX):
-            array = self._numpy_array(leaf, live)
-            self._arrays[leaf.key] = array
-            if leaf.nbytes:
-                self.sinks.setdefault(leaf.key, []).append(_NumpySink(array))
-            return
-        dtype = _torch_dtype(leaf)
-        if _is_reusable(live, leaf, dtype, device) and self.into_tensor(key, live) is None:
-            self._arrays[leaf.key] = live
-            return
-        tensor = new_tensor(dtype, leaf.shape, leaf.order, usable_device(device))
-        self._arrays[leaf.key] = tensor
-        self.into_tensor(key, tensor)
-
-    def array(self, key: str) -> Array:
-        """The array that ``bind`` chose."""
-        return self._arrays[self._need(key).key]
-
-    def _need(self, key: str) -> Leaf:
-        leaf = self.leaf(key)
-        if leaf is None:
-            raise CorruptCheckpoint("(state)", f"the tree names {key!r:.120}, which is no leaf")
-        return leaf
-
-    def _numpy_array(self, leaf: Leaf, live: object) -> np.ndarray[Any, Any]:
-        try:
-            dtype = np.dtype(leaf.dtype.removeprefix(NUMPY_PREFIX))
-        except (TypeError, ValueError) as bad:
-            raise CorruptCheckpoint("(state)", f"{leaf.key!r}: {bad}") from bad
-        if dtype.hasobject:
-            raise CorruptCheckpoint("(state)", f"{leaf.key!r}: dtype {dtype} holds objects")
-        check_size(leaf, dtype.itemsize)
-        if (
-            type(live) is np.ndarray
-            and live.dtype == dtype
-            and live.shape == leaf.shape
-            and live.flags.c_contiguous
-            and live.flags.writeable
-            and self._written.setdefault(_numpy_identity(live), leaf.key) == leaf.key
-        ):
-            return live
-        return np.empty(leaf.shape, dtype)
-
-
-def _torch_dtype(leaf: Leaf) -> torch.dtype:
-    dtype = dtype_of(leaf.dtype)
-    if dtype is None:
-        raise IncompatibleCheckpoint(
-            f"{leaf.key!r}: torch {torch.__version__} has no dtype {leaf.dtype!r:.40}"
-        )
-    check_size(leaf, dtype.itemsize)
-    return dtype
-
-
-def check_size(leaf: Leaf, itemsize: int) -> None:
-    """Check that a leaf has as many bytes as its shape and dtype say.
-
-    Raises:
-        CorruptCheckpoint: It has not.
-    """
-    expected = itemsize * prod(leaf.shape)
-    if expected != leaf.nbytes:
-        raise CorruptCheckpoint(
-            "(state)",
-            f"leaf {leaf.key!r:.120}: {leaf.nbytes} bytes, {leaf.dtype} {list(leaf.shape)} "
-            f"needs {expected}",
-        )
-
-
-@cache
-def usable_device(name: str) -> torch.device:
-    """The recorded device where it is there, else the CPU.
-
-    Raises:
-        CorruptCheckpoint: No device has such a name.
-    """
-    try:
-        device = torch.device(name)
-    except RuntimeError as bad:
-        raise CorruptCheckpoint("(state)", f"device {name!r:.40}: {bad}") from bad
-    if device.type == "cuda" and (
-        not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()
-    ):
-        return torch.device("cpu")
-    return device
-
-
-def _is_reusable(
-    live: object, leaf: Leaf, dtype: torch.dtype, device: str
-) -> TypeGuard[torch.Tensor]:
-    return (
-        isinstance(live, torch.Tensor)
-        and is_supported(live)
-        and live.dtype == dtype
-        and tuple(live.shape) == leaf.shape
-        and live.device.type == usable_device(device).type
-    )

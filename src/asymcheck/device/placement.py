@@ -136,7 +136,7 @@ def _placement(layout: Layout, order: list[int], specs: list[Spec], turn: int) -
     ordered = tuple([specs[i] for i in order])
     extents = tuple([layout.leaves[i] for i in order])
     leaves = tuple(
-        Leaf(s.key, s.dtype, s.shape, e.start, s.nbytes, s.order)
+        Leaf(s.key, s.dtype, s.shape, e.start, s.nbytes, s.order, s.piece)
         for s, e in zip(ordered, extents, strict=True)
     )
     canaries = tuple(

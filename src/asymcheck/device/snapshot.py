@@ -197,13 +197,14 @@ class LazyCopy:
             s.array for s in waiting if not s.spec.plain and isinstance(s.array, torch.Tensor)
         )
         self._device: DeviceCopy | None = None
-        self._watched = [
-            (s.spec.key, s.array)
+        live = [
+            (s.spec.key, s.array, s.held)
             for s in lazy
             if isinstance(s.array, torch.Tensor) and not s.deferred  # nobody else has a clone
         ]
+        self._watched = [(key, array if held is None else held) for key, array, held in live]
         self._versions = [_version(a) for _, a in self._watched]
-        self.storages = frozenset(a.untyped_storage().data_ptr() for _, a in self._watched)
+        self.storages = frozenset(a.untyped_storage().data_ptr() for _, a, _ in live)
 
     @property
     def devices(self) -> list[torch.device]:

@@ -205,6 +205,10 @@ class Target:
         """Bytes of one stored element."""
         return self._dtype.itemsize
 
+    def takes(self, start: int, stop: int) -> bool:
+        """Whether any of the leaf's bytes ``[start, stop)`` go here: all do."""
+        return True
+
     def memory(self, start: int, stop: int) -> memoryview | None:
         """The live memory of the leaf's bytes ``[start, stop)``, to be filled directly.
 

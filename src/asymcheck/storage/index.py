@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from asymcheck.errors import CorruptCheckpoint
 from asymcheck.planning.layout import CHUNK_BYTES, PAGE_BYTES, align_up
+from asymcheck.planning.pieces import Piece, flaw
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.names import MAX_RANK, pack_name
 from asymcheck.storage.sealed import (
@@ -32,6 +33,26 @@ RAW = "raw"
 """Codec of a chunk that is stored as the bytes of the image."""
 CODEC = re.compile(r"[a-z0-9][a-z0-9+._-]{0,39}\Z")
 
+EXACT = "exact"
+CHAINED = "excp"
+"""The class of fidelity in which a delta may stand on another one of this class."""
+LOSSY = ("moments", "aggressive", CHAINED)
+"""Classes of fidelity in which what is restored is not bit-equal; all else is ``EXACT``."""
+_LOSSY = re.compile(rf"(?:{'|'.join(LOSSY)})\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The checkpoint that a delta was made against.
+
+    Attributes:
+        at: Its identity.
+        hash: xxh3-128 of its whole manifest object: no other checkpoint will do.
+    """
+
+    at: CheckpointId
+    hash: str
+
 
 class Leaf(NamedTuple):
     """One array of the state, as a range of the image.
@@ -45,6 +66,8 @@ class Leaf(NamedTuple):
         nbytes: Size in bytes.
         order: Dimensions from the outermost to the innermost in memory, empty where that is
             their own order. Only tensors that are dense in some order have one.
+        piece: What it is of an array that several ranks hold; ``None`` where it is the rank's
+            own and no part of anything. A piece is row-major: its ``order`` is empty.
     """
 
     key: str
@@ -53,6 +76,7 @@ class Leaf(NamedTuple):
     at: int
     nbytes: int
     order: tuple[int, ...] = ()
+    piece: Piece | None = None
 
     @property
     def stop(self) -> int:
@@ -133,6 +157,9 @@ class Index:
         chunks: Ascending in the image and in each pack.
         packs: The packs, in the order in which chunks refer to them.
         losses: What lossy codecs changed; empty where every leaf is bit-equal.
+        base: What its deltas are made against, for whoever commits; ``None`` where it has none.
+            A world of one may leave it and ``fidelity`` to the manifest.
+        fidelity: ``exact``, or the class of what its lossy codecs may have changed.
     """
 
     run: str
@@ -147,6 +174,18 @@ class Index:
     chunks: tuple[Chunk, ...]
     packs: tuple[StoredObject, ...]
     losses: tuple[Loss, ...] = ()
+    base: Base | None = None
+    fidelity: str = EXACT
+
+    @property
+    def of_ranks(self) -> bool:
+        """Whether only releases that know of many ranks can read it."""
+        return (
+            self.world > 1
+            or self.base is not None
+            or self.fidelity != EXACT
+            or any(leaf.piece is not None for leaf in self.leaves)
+        )
 
     @property
     def leaf_bytes(self) -> int:
@@ -175,8 +214,17 @@ def dump_index(index: Index) -> bytes:
             ],
             "packs": [{"name": p.name, "bytes": p.nbytes} for p in index.packs],
             **({"losses": [_dump_loss(loss) for loss in index.losses]} if index.losses else {}),
+            **dump_standing(index.base, index.fidelity),
         }
     )
+
+
+def dump_standing(base: Base | None, fidelity: str) -> dict[str, Any]:
+    """The members ``base`` and ``fidelity`` of an index or a manifest, where there are any."""
+    return {
+        **({"base": [*base.at, base.hash]} if base is not None else {}),
+        **({"fidelity": fidelity} if fidelity != EXACT else {}),
+    }
 
 
 def _dump_loss(loss: Loss) -> list[Any]:
@@ -194,6 +242,8 @@ def _dump_leaf(leaf: Leaf) -> dict[str, Any]:
     }
     if leaf.order:
         row["order"] = leaf.order
+    if leaf.piece is not None:
+        row["whole"], row["start"] = leaf.piece
     return row
 
 
@@ -219,6 +269,8 @@ def parse_index(data: bytes, where: str) -> Index:
         "chunks",
         "packs",
         "losses",
+        "base",
+        "fidelity",
     ]
     raw = unseal(data, where)
     check_version(raw.get("format"), "asymcheck-index", where)
@@ -243,6 +295,7 @@ def parse_index(data: bytes, where: str) -> Index:
         if alias in keys or not isinstance(key, str) or key not in keys:
             raise get.fail(f"alias {alias!r:.80} of {short(key)}: not one of a leaf")
     _check_geometry(leaves, chunks, packs, where)
+    base, fidelity = parse_standing(get, at)
     return Index(
         run=get.text("run"),
         at=at,
@@ -258,11 +311,30 @@ def parse_index(data: bytes, where: str) -> Index:
         losses=tuple(
             _parse_loss(row, where) for row in (get.items("losses") if get.has("losses") else ())
         ),
+        base=base,
+        fidelity=fidelity,
     )
 
 
+def parse_standing(get: Fields, at: CheckpointId) -> tuple[Base | None, str]:
+    """The members ``base`` and ``fidelity`` of an index or a manifest of that checkpoint."""
+    fidelity = get.text("fidelity", _LOSSY) if get.has("fidelity") else EXACT
+    if not get.has("base"):
+        return None, fidelity
+    row = get.items("base")
+    if len(row) != 3:
+        raise get.fail(f"base: expected [attempt, step, hash], found {short(row)}")
+    names = ("attempt", "step", "hash")
+    named = Fields(dict(zip(names, row, strict=True)), f"{get.where}: base", names)
+    base = CheckpointId(named.integer("attempt"), named.integer("step"))
+    if base >= at:
+        raise get.fail(f"base: expected an older checkpoint, found {short(row)}")
+    return Base(base, named.text("hash", HASH)), fidelity
+
+
 def _parse_leaf(row: object, where: str) -> Leaf:
-    get = Fields(row, where, ("key", "dtype", "shape", "at", "bytes", "order"))
+    known = ("key", "dtype", "shape", "at", "bytes", "order", "whole", "start")
+    get = Fields(row, where, known)
     leaf = Leaf(
         key=get.text("key"),
         dtype=get.text("dtype"),
@@ -270,12 +342,24 @@ def _parse_leaf(row: object, where: str) -> Leaf:
         at=get.integer("at"),
         nbytes=get.integer("bytes"),
         order=get.integers("order") if get.has("order") else (),
+        piece=_parse_piece(get) if get.has("whole") or get.has("start") else None,
     )
     if leaf.order and sorted(leaf.order) != list(range(len(leaf.shape))):
         raise get.fail(f"leaf {leaf.key!r:.80}: order {short(leaf.order)} is no permutation")
     if (leaf.key == TREE_KEY) != (leaf.dtype == TREE_DTYPE):
         raise get.fail(f"leaf {leaf.key!r:.80}: dtype {leaf.dtype!r:.40} is out of place")
+    if leaf.piece is not None:
+        wrong = flaw(leaf.piece, leaf.shape)
+        if leaf.order or leaf.key == TREE_KEY:
+            wrong = "the tree is none" if leaf.key == TREE_KEY else "it has an order"
+        if wrong is not None:
+            raise get.fail(f"leaf {leaf.key!r:.80}: no piece of a whole: {wrong}")
     return leaf
+
+
+def _parse_piece(get: Fields) -> Piece:
+    whole = get.integers("whole")
+    return Piece(whole, get.integer_or_integers("start"))
 
 
 def _named(what: str, row: object, names: Sequence[str], where: str) -> Fields:

@@ -8,8 +8,17 @@ from dataclasses import dataclass
 
 from asymcheck.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from asymcheck.planning.retention import CheckpointId
-from asymcheck.storage.index import Index, StoredObject, parse_objects
-from asymcheck.storage.names import MAX_RANK, Named, index_name, manifest_name, parse_name
+from asymcheck.storage.index import (
+    CHAINED,
+    Index,
+    StoredObject,
+    dump_standing,
+    parse_objects,
+    parse_standing,
+)
+from asymcheck.storage.index import EXACT as EXACT  # of both an index and a manifest
+from asymcheck.storage.index import Base as Base
+from asymcheck.storage.names import MAX_RANK, index_name, manifest_name, parse_name
 from asymcheck.storage.sealed import (
     HASH,
     MAX_SEALED_BYTES,
@@ -26,25 +35,6 @@ from asymcheck.storage.sealed import (
 )
 
 FORMAT_LINE = f"asymcheck {VERSION}\n"
-EXACT = "exact"
-CHAINED = "excp"
-"""The class of fidelity in which a delta may stand on another one of this class."""
-LOSSY = ("moments", "aggressive", CHAINED)
-"""Classes of fidelity in which what is restored is not bit-equal; all else is ``EXACT``."""
-_LOSSY = re.compile(rf"(?:{'|'.join(LOSSY)})\Z")
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """The checkpoint that a delta was made against.
-
-    Attributes:
-        at: Its identity.
-        hash: xxh3-128 of its whole manifest object: no other checkpoint will do.
-    """
-
-    at: CheckpointId
-    hash: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +51,7 @@ class Manifest:
         hash: xxh3-128 of the manifest object itself.
         base: What its deltas are made against; ``None`` where it stands alone.
         fidelity: ``exact``, or the class of what lossy codecs may have changed.
+        of_ranks: Whether it is of many ranks, or of a rank with pieces of wholes.
     """
 
     run: str
@@ -72,6 +63,7 @@ class Manifest:
     hash: str
     base: Base | None = None
     fidelity: str = EXACT
+    of_ranks: bool = False
 
     @property
     def objects(self) -> tuple[StoredObject, ...]:
@@ -84,13 +76,21 @@ class Manifest:
         return sum(o.nbytes for o in self.objects)
 
 
-def _needs(base: Base | None, fidelity: str) -> list[str]:
+RANKS = "ranks"
+
+
+def _needs(base: Base | None, fidelity: str, *, of_ranks: bool) -> list[str]:
     """What a reader must know of, in the one order that there is."""
-    found = {"base": base is not None, "lossy": fidelity != EXACT, CHAINED: fidelity == CHAINED}
+    found = {
+        "base": base is not None,
+        "lossy": fidelity != EXACT,
+        CHAINED: fidelity == CHAINED,
+        RANKS: of_ranks,
+    }
     return [name for name, needed in found.items() if needed]
 
 
-FEATURES = frozenset({"base", "lossy", CHAINED})
+FEATURES = frozenset({"base", "lossy", CHAINED, RANKS})
 """Values of a manifest's ``needs`` that this release understands."""
 
 
@@ -101,15 +101,15 @@ def make_manifest(
 
     Args:
         indexes: Each rank's index and the bytes it is stored as, in rank order.
-        base: What the deltas among their chunks are made against.
-        fidelity: ``exact``, or one of ``LOSSY``.
+        base: What the deltas among their chunks are made against, where no index tells it.
+        fidelity: ``exact``, or one of ``LOSSY``, where no index tells it.
+
+    Raises:
+        CorruptCheckpoint: The indexes tell of different bases, or of different losses.
     """
     first = indexes[0][0]
-    more: dict[str, object] = {}
-    if base is not None:
-        more["base"] = [*base.at, base.hash]
-    if fidelity != EXACT:
-        more["fidelity"] = fidelity
+    base, fidelity = standing_of([i for i, _ in indexes], base, fidelity)
+    of_ranks = any(i.of_ranks for i, _ in indexes)
     return seal(
         {
             "format": f"asymcheck {VERSION}",
@@ -118,15 +118,34 @@ def make_manifest(
             "attempt": first.at.attempt,
             "created_s": first.created_s,
             "metrics": {k: dump_metric(v) for k, v in first.metrics.items()},
-            "needs": _needs(base, fidelity),
+            "needs": _needs(base, fidelity, of_ranks=of_ranks),
             "indexes": [
                 {"name": index_name(i.at, i.rank), "bytes": len(data), "hash": digest(data)}
                 for i, data in indexes
             ],
             "packs": [{"name": p.name, "bytes": p.nbytes} for i, _ in indexes for p in i.packs],
-            **more,
+            **dump_standing(base, fidelity),
         }
     )
+
+
+def standing_of(
+    indexes: Sequence[Index], base: Base | None = None, fidelity: str = EXACT
+) -> tuple[Base | None, str]:
+    """The one base, and the one class of losses, that the indexes of a checkpoint and what else
+    is known of it tell; who has neither agrees with all.
+
+    Raises:
+        CorruptCheckpoint: There are two.
+    """
+    bases = dict.fromkeys(b for b in (base, *(i.base for i in indexes)) if b is not None)
+    losses = dict.fromkeys(f for f in (fidelity, *(i.fidelity for i in indexes)) if f != EXACT)
+    for what, found in (("base", bases), ("fidelity", losses)):
+        if len(found) > 1:
+            raise CorruptCheckpoint(
+                manifest_name(indexes[0].at), f"its ranks differ in {what}: {short(list(found))}"
+            )
+    return next(iter(bases), None), next(iter(losses), EXACT)
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
@@ -158,12 +177,12 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     )
     get = Fields(raw, where, known)
     at = CheckpointId(get.integer("attempt"), get.integer("step"))
-    base = _parse_base(get, at) if get.has("base") else None
-    fidelity = get.text("fidelity", _LOSSY) if get.has("fidelity") else EXACT
-    if get.items("needs") != _needs(base, fidelity):
-        raise get.fail(f"needs: expected {_needs(base, fidelity)}, found {short(raw['needs'])}")
-    indexes = []
-    rows = get.items("indexes")
+    base, fidelity = parse_standing(get, at)
+    rows, indexes = get.items("indexes"), []
+    of_ranks = len(rows) > 1 or RANKS in needs
+    expected = _needs(base, fidelity, of_ranks=of_ranks)
+    if get.items("needs") != expected:
+        raise get.fail(f"needs: expected {expected}, found {short(raw['needs'])}")
     if not 1 <= len(rows) <= MAX_RANK + 1:
         raise get.fail(f"expected an index per rank, found {len(rows)}")
     for rank, row in enumerate(rows):
@@ -178,7 +197,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     packs = parse_objects(get, "packs")
     for pack in packs:
         named = parse_name(pack.name)
-        if named is None or named != Named(at, "pack"):
+        if named is None or (named.at, named.kind) != (at, "pack"):
             raise get.fail(f"{pack.name!r:.120} is no pack of this checkpoint")
     if parse_name(where) is not None and where != manifest_name(at):
         raise get.fail(f"it is the manifest of {manifest_name(at)}")
@@ -192,6 +211,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         hash=digest(data),
         base=base,
         fidelity=fidelity,
+        of_ranks=of_ranks,
     )
 
 
@@ -208,18 +228,6 @@ def unfit_as_base(base: Manifest, fidelity: str) -> str | None:
     if base.fidelity != EXACT:
         return f"is lossy ({base.fidelity}), which no base may be"
     return None
-
-
-def _parse_base(get: Fields, at: CheckpointId) -> Base:
-    row = get.items("base")
-    if len(row) != 3:
-        raise get.fail(f"base: expected [attempt, step, hash], found {short(row)}")
-    names = ("attempt", "step", "hash")
-    named = Fields(dict(zip(names, row, strict=True)), f"{get.where}: base", names)
-    base = CheckpointId(named.integer("attempt"), named.integer("step"))
-    if base >= at:
-        raise get.fail(f"base: expected an older checkpoint, found {short(row)}")
-    return Base(base, named.text("hash", HASH))
 
 
 def _listed(value: object) -> list[object]:

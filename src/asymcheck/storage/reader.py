@@ -10,10 +10,10 @@ from asymcheck.errors import CorruptCheckpoint, NoCheckpoint, ObjectNotFound
 from asymcheck.planning.layout import PAGE_BYTES, align_up
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.selection import MAX_BASES
-from asymcheck.storage.index import Chunk, Index, StoredObject, parse_index
-from asymcheck.storage.manifest import Manifest, parse_manifest, unfit_as_base
+from asymcheck.storage.index import Chunk, Index, Leaf, StoredObject, parse_index
+from asymcheck.storage.manifest import RANKS, Manifest, parse_manifest, standing_of, unfit_as_base
 from asymcheck.storage.names import index_name, manifest_name, step_folder
-from asymcheck.storage.sealed import digest
+from asymcheck.storage.sealed import digest, short
 from asymcheck.storage.store import Readable, Store, read_all
 
 _SPOKEN_KEYS = 8
@@ -158,9 +158,12 @@ def spoken(keys: Sequence[str]) -> str:
 def check_indexes(manifest: Manifest, indexes: Sequence[Index]) -> None:
     """Check that the indexes are those of the manifest, and list its packs.
 
+    Whether the pieces of a whole cover it is for whoever reads the whole.
+
     Raises:
         CorruptCheckpoint: They do not belong together.
     """
+    name = manifest_name(manifest.at)
     packs: list[StoredObject] = []
     for rank, index in enumerate(indexes):
         if (index.run, index.at, index.rank) != (manifest.run, manifest.at, rank):
@@ -174,4 +177,41 @@ def check_indexes(manifest: Manifest, indexes: Sequence[Index]) -> None:
             )
         packs += index.packs
     if tuple(packs) != manifest.packs:
-        raise CorruptCheckpoint(manifest_name(manifest.at), "its packs are not its indexes' packs")
+        raise CorruptCheckpoint(name, "its packs are not its indexes' packs")
+    if manifest.of_ranks != any(index.of_ranks for index in indexes):
+        raise CorruptCheckpoint(name, f"its indexes do not agree with {RANKS!r} in its needs")
+    told = standing_of(indexes, manifest.base, manifest.fidelity)
+    if told != (manifest.base, manifest.fidelity):
+        raise CorruptCheckpoint(name, "it is silent on a base or a loss that its indexes tell of")
+    check_pieces(indexes)
+
+
+def check_pieces(indexes: Sequence[Index]) -> None:
+    """Check that the ranks of a checkpoint mean the same array by the key of a piece.
+
+    Raises:
+        CorruptCheckpoint: Two of them disagree on its whole or its dtype, or one of them has it
+            for its own.
+    """
+    first: dict[str, tuple[int, Leaf]] = {}
+    for index in indexes:
+        leaves = {leaf.key: leaf for leaf in index.leaves}
+        leaves |= {alias: leaves[key] for alias, key in index.aliases.items()}
+        for key, leaf in leaves.items():
+            rank, known = first.setdefault(key, (index.rank, leaf))
+            if _whole_of(leaf) != _whole_of(known):
+                raise CorruptCheckpoint(
+                    index_name(index.at, index.rank),
+                    f"leaf {key!r:.80} is {_whole_spoken(leaf)}, "
+                    f"but {_whole_spoken(known)} on rank {rank}",
+                )
+
+
+def _whole_of(leaf: Leaf) -> tuple[str, tuple[int, ...]] | None:
+    return leaf.piece and (leaf.dtype, leaf.piece.whole)
+
+
+def _whole_spoken(leaf: Leaf) -> str:
+    if leaf.piece is None:
+        return "the rank's own"
+    return f"a piece of {leaf.dtype!r:.40} {short(list(leaf.piece.whole))}"
