@@ -29,8 +29,8 @@ from asymcheck.messages import Durable, Stored
 from asymcheck.planning.layout import Extent
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.selection import RAW
-from asymcheck.storage.flush import Batch, Encoded, Flushed, even_pack_bytes, flush
 from asymcheck.storage.committing import read_index
+from asymcheck.storage.flush import Batch, Encoded, Flushed, even_pack_bytes, flush
 from asymcheck.storage.index import Index
 from asymcheck.storage.listing import as_base
 from asymcheck.storage.manifest import EXACT
@@ -243,8 +243,10 @@ def write_checkpoint(
         fidelity = chooser.fidelity if encoder.losses else EXACT
         with timed(sink, Stage.COMMIT, at.step):
             if capture.world > 1:
-                base = encoder.base and as_base(repository.store, encoder.base, fidelity)
-                index = replace(index, fidelity=fidelity, base=base)
+                if encoder.base is not None:
+                    base = as_base(repository.store, encoder.base, fidelity)
+                    index = replace(index, base=base)
+                index = replace(index, fidelity=fidelity)
                 data = repository.write_index(index)
             else:
                 manifest = repository.commit(index, encoder.base, fidelity)
@@ -258,8 +260,8 @@ def write_checkpoint(
     if capture.world > 1:
         if not callable(image):
             chooser.finish(capture, encoder, flushed, image)
-        found = _stored(capture, index, data, start_s, thread_time() - cpu_s)
-        return replace(found, part=_with_costs(found.part, flushed, encoder))
+        stored = _stored(capture, index, data, start_s, thread_time() - cpu_s)
+        return replace(stored, part=_with_costs(stored.part, flushed, encoder))
     apply_retention(repository, at, retention, sink, chooser.base)
     if not callable(image):
         chooser.finish(capture, encoder, flushed, image)

@@ -40,9 +40,9 @@ from asymcheck.events import Sink, Span, Stage, timed
 from asymcheck.handles import Handle, Promised, report_of
 from asymcheck.keeping import Active, Keeper
 from asymcheck.memory.arena import Arena, NoRoom, Slot, SlotState, capacity_for
-from asymcheck.persist import write_checkpoint
 from asymcheck.messages import Stored
 from asymcheck.pending import COMMIT_TIMEOUT_S, Pending
+from asymcheck.persist import write_checkpoint
 from asymcheck.persister import Persister, is_own_memory
 from asymcheck.planning.layout import MiB
 from asymcheck.planning.retention import CheckpointId, Retention

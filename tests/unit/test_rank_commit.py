@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import threading
 from concurrent.futures import Future
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -27,7 +31,9 @@ from asymcheck.planning.layout import PAGE_BYTES, Extent
 from asymcheck.planning.pieces import Piece
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.selection import RAW
+from asymcheck.storage.committing import read_index
 from asymcheck.storage.index import Leaf
+from asymcheck.storage.listing import as_base
 from asymcheck.storage.memory import MemoryStore
 from asymcheck.storage.names import index_name, manifest_name, pack_name
 from asymcheck.storage.repository import Repository, create_repository
@@ -35,6 +41,7 @@ from asymcheck.storage.store import Store, open_store, read_all
 
 WAIT_S = 60.0
 SIZE = 2 * PAGE_BYTES
+NOBODY = 1 << 22  # greater than the number of any process
 
 
 def content(step: int, rank: int) -> bytes:
@@ -318,9 +325,10 @@ def test_a_committer_that_was_overtaken_takes_its_torn_manifest_back(
 
     def look(attempt: int) -> None:
         looks.append(attempt)
-        if len(looks) == 1:
-            return repository.claim(None) and None
-        return Repository.check_writer(slow, attempt)
+        if len(looks) > 1:
+            Repository.check_writer(slow, attempt)
+        else:
+            repository.claim(None)
 
     monkeypatch.setattr(slow, "check_writer", look)
     with pytest.raises(SupersededWriter):
@@ -463,9 +471,6 @@ def test_a_dead_rank_leaves_its_step_uncommitted_and_is_named_in_time(
 def test_a_persister_that_dies_while_it_waits_is_replaced_and_the_wait_goes_on(
     tmp_path: Path,
 ) -> None:
-    import os
-    import signal
-
     host = Host("process", tmp_path / "root", WAIT_S)
     assert isinstance(host.persister, PersistProcess)
     futures = [host.save(step) for step in (1, 2)]
@@ -486,9 +491,6 @@ def test_a_persister_that_dies_while_it_waits_is_replaced_and_the_wait_goes_on(
 
 
 def test_what_is_stored_survives_its_way_between_processes(repository: Repository) -> None:
-    import json
-    from dataclasses import asdict
-
     stored = store_part(repository, 5, 1, 2)
     assert rebuild_stored(json.loads(json.dumps(asdict(stored)))) == stored
 
@@ -498,16 +500,14 @@ def test_what_is_stored_survives_its_way_between_processes(repository: Repositor
 
 def leave_slot(repository: Repository, directory: Path, step: int, rank: int, world: int) -> Path:
     """A sealed slot of a dead rank."""
-    import os
-
-    name = slot_name(repository.run, rank, 10 * step + rank).replace(f"-{os.getpid()}-", "-1-")
+    name = slot_name(repository.run, rank, 10 * step + rank).replace(f"-{os.getpid()}-", f"-{NOBODY}-")
     meta = dump_capture(a_capture(step, rank, world))
     slot = Slot.create(directory, name, SIZE + PAGE_BYTES, len(meta))
     slot.begin(SIZE, 0, meta)
     slot.image[:SIZE] = content(step, rank)
     slot.state = SlotState.SEALED
     slot.persister = ProcessId(0, 0)
-    slot._words[_Word.OWNER_PID], slot._words[_Word.OWNER_START] = 1, 1
+    slot._words[_Word.OWNER_PID], slot._words[_Word.OWNER_START] = NOBODY, 1
     slot.close(unlink=False)
     return directory / name
 
@@ -573,11 +573,6 @@ def test_what_all_ranks_stored_before_they_died_is_committed_at_the_next_start(
 
 
 def test_ranks_that_stand_on_different_bases_are_refused(repository: Repository) -> None:
-    from dataclasses import replace
-
-    from asymcheck.storage.committing import read_index
-    from asymcheck.storage.listing import as_base
-
     for step in (1, 2):
         for rank in (0, 1):
             store_part(repository, step, rank, 2)

@@ -77,13 +77,14 @@ def uncommitted(store: Store, attempt: int) -> list[tuple[CheckpointId, int]]:
     """Checkpoints of an attempt that some rank of several has stored and nobody committed, the
     oldest first, each with its world; blocks.
     """
-    names = sorted(e.name for e in store.list())
+    names = {e.name for e in store.list()}
     ranks: dict[CheckpointId, int] = {}
     for name in names:
         parsed = parse_name(name)
-        if parsed is not None and parsed.at.attempt == attempt and parsed.rank is not None:
-            if parsed.kind == "index":
-                ranks.setdefault(parsed.at, parsed.rank)
+        if parsed is None or parsed.at.attempt != attempt or parsed.rank is None:
+            continue
+        if parsed.kind == "index":
+            ranks[parsed.at] = parsed.rank
     found = []
     for at in sorted(at for at in ranks if manifest_name(at) not in names):
         try:

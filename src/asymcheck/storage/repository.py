@@ -23,6 +23,7 @@ from asymcheck.errors import (
     NoCheckpoint,
     ObjectNotFound,
     OptionError,
+    RecoveryError,
     StoreError,
     SupersededWriter,
 )
@@ -305,13 +306,17 @@ class Repository:
 
     def commit_whole(self) -> list[Manifest]:
         """Commit what all ranks of the newest attempt stored and none committed before all of
-        their processes ended; a checkpoint that lacks a rank stays as it is.
+        their processes ended. What lacks a rank, or what it stands on, stays as it is.
         """
-        found = (
-            self.try_commit(at, world)
-            for at, world in uncommitted(self.store, self.newest_attempt())
-        )
-        return [manifest for manifest in found if manifest is not None]
+        done = []
+        for at, world in uncommitted(self.store, self.newest_attempt()):
+            try:
+                manifest = self.try_commit(at, world)
+            except RecoveryError as failure:
+                _log.warning("step %d stays uncommitted: %s", at.step, failure)
+            else:
+                done += [manifest] if manifest else []
+        return done
 
     def _write_manifest(
         self, indexes: Sequence[StoredIndex], base: Base | None, fidelity: str
