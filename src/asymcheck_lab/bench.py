@@ -221,15 +221,13 @@ def _is_run(record: Mapping[str, Any]) -> bool:
 
 def read_records(
     path: Path,
-    known: Callable[[Mapping[str, Any]], bool] | None = _is_run,
-    schema: int = SCHEMA,
+    known: Callable[[Mapping[str, Any]], bool] = _is_run,
 ) -> list[dict[str, Any]]:
     """Every record of a results file.
 
     Args:
         path: The file.
         known: Whether a record is of the kind that is expected; may raise ``KeyError``.
-        schema: Of the records.
 
     Raises:
         DataError: It cannot be read, or holds something else.
@@ -244,12 +242,12 @@ def read_records(
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            if record["schema"] != schema or (known is not None and not known(record)):
+            if record["schema"] != SCHEMA or not known(record):
                 raise ValueError
         except (ValueError, TypeError, KeyError):
             raise DataError(
                 f"{path}, line {number}",
-                expected=f"a benchmark record of schema {schema}",
+                expected=f"a benchmark record of schema {SCHEMA}",
                 found=repr(line[:80]),
             ) from None
         records.append(record)

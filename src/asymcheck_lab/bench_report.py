@@ -66,7 +66,7 @@ def _about(records: Sequence[Mapping[str, Any]], summary: Summary) -> str:
     good = next(r for r in records if not r.get("error"))
     per_run = len(good["checkpoints"])
     lines = [
-        f"{measured_when(first)}"
+        f"{measured_when(first['session'], first['commit'])}"
         + ("" if first["commit_is_clean"] else " with changes that were not committed")
         + f", with `{first['command']}`.",
         "",

@@ -211,7 +211,7 @@ def render(records: list[dict[str, Any]]) -> str:
     """The rows of one session as Markdown."""
     first = records[0]
     lines = [
-        f"{measured_when(first)}, with "
+        f"{measured_when(first['session'], first['commit'])}, with "
         f"`{first['command']}`, on one thread of {first['machine']['cpu']}: a GPT-2 of 25 million "
         f"parameters after {KEY_FRAME} updates, and 1 and 10 updates later for those that need a "
         f"key-frame. Ratio is stored bytes by raw bytes; speeds are raw bytes by CPU seconds, the "

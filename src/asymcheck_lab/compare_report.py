@@ -11,6 +11,7 @@ from rich.table import Table
 from asymcheck_lab.compare_records import Machine, Run
 from asymcheck_lab.compare_stats import COLUMNS, CellRows, Column, Row, cells_of
 from asymcheck_lab.errors import DataError
+from asymcheck_lab.record import measured_when
 
 _NONE = "–"
 
@@ -36,8 +37,8 @@ def lines_of(found: CellRows, *, brief: bool = False) -> tuple[list[str], list[l
 
 
 def _name(row: Row, *, brief: bool) -> str:
-    unranked = row.run.kind != "none" and row.why_unranked
-    return (row.run.system if brief else row.run.title) + (" (not ranked)" if unranked else "")
+    name = row.run.system if brief else row.run.title
+    return f"{name} (not ranked)" if row.is_unranked else name
 
 
 def _figure(row: Row, column: Column, *, brief: bool) -> str:
@@ -60,9 +61,7 @@ def notes_of(found: CellRows) -> list[str]:
         for number, text in row.troubles
     ]
     return notes + [
-        f"{row.run.title}: not ranked: {row.why_unranked}"
-        for row in found.rows
-        if row.why_unranked and row.run.kind != "none"
+        f"{row.run.title}: not ranked: {row.why_unranked}" for row in found.rows if row.is_unranked
     ]
 
 
@@ -153,8 +152,7 @@ def _about(cells: Sequence[CellRows]) -> str:
     libraries = dict.fromkeys(r.library for r in runs if not r.absent and r.library.count(" ") == 1)
     versions = {**first.versions, **dict(library.split(" ") for library in libraries)}
     lines = [
-        f"Measured {first.session[:10]}, commit `{(first.commit or 'unknown')[:12]}`{changed}, "
-        f"with `{first.command}`.",
+        f"{measured_when(first.session, first.commit)}{changed}, with `{first.command}`.",
         "",
         f"- Machine: {first.machine}; {first.file_system}.",
         f"- Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}.",

@@ -297,6 +297,11 @@ class Row:
             return f"failed in {len(self.troubles)} of {len(self.troubles) + len(self.runs)} runs"
         return ""
 
+    @property
+    def is_unranked(self) -> bool:
+        """Whether it is a system, and compared with no other."""
+        return self.run.kind != "none" and bool(self.why_unranked)
+
 
 @dataclass(frozen=True)
 class CellRows:
@@ -373,8 +378,7 @@ def _cell_of(key: tuple[Machine, str, str, str, int], runs: Sequence[Run]) -> Ce
 def _place_of(row: Row) -> tuple[bool, int, str, str]:
     """In the table: what is not ranked stands last."""
     run = row.run
-    last = run.kind != "none" and bool(row.why_unranked)
-    return last, KINDS.index(run.kind), run.title, run.system
+    return row.is_unranked, KINDS.index(run.kind), run.title, run.system
 
 
 def _row_of(records: Sequence[Run], without: Mapping[int, Measured]) -> Row:

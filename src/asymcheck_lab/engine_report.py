@@ -208,7 +208,7 @@ def _about(first: Record) -> str:
     machine = first["machine"]
     clean = "" if first["commit_is_clean"] else " with changes that were not committed"
     return (
-        f"{measured_when(first)}{clean}, "
+        f"{measured_when(first['session'], first['commit'])}{clean}, "
         f"with `{first['command']}`, on {machine['cpu']}, {machine['cores_used']} of "
         f"{machine['cpus']} cores, {machine['file_system']}, Linux {machine['kernel']}, torch "
         f"{first['versions']['torch']}."

@@ -306,7 +306,7 @@ def render(records: Sequence[dict[str, Any]], image: str) -> str:
     steps = len(first["losses"])
     seeds = len({r["seed"] for r in records})
     lines = [
-        f"{measured_when(first)}, with "
+        f"{measured_when(first['session'], first['commit'])}, with "
         f"`{first['command']}`: {seeds} trainings of a GPT-2 with two layers of 128, resumed at "
         f"step {first['resume_at']} from a checkpoint of each class and trained on for {steps} "
         f"updates with the same batches and the same noise. The lossy checkpoints are the last "

@@ -167,7 +167,7 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
     first = records[0]
     machine = first["machine"]
     lines = [
-        f"{measured_when(first)}, on "
+        f"{measured_when(first['session'], first['commit'])}, on "
         f"{machine['device']}, {machine['cpu']}, {machine['cores_used']} cores, "
         f"{machine['file_system']}, torch {first['versions']['torch']}.",
         "",

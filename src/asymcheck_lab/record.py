@@ -253,14 +253,9 @@ def read_result(path: Path) -> Result:
         ) from failure
 
 
-def measured_when(first: Mapping[str, Any]) -> str:
-    """How a report on records begins: when they were measured, and of which commit.
-
-    Args:
-        first: A record of the session.
-    """
-    commit = (first["commit"] or "unknown")[:12]
-    return f"Measured {first['session'][:10]}, commit `{commit}`"
+def measured_when(session: str, commit: str | None) -> str:
+    """How a report on records begins: when they were measured, and of which commit."""
+    return f"Measured {session[:10]}, commit `{(commit or 'unknown')[:12]}`"
 
 
 def median(values: Iterable[float]) -> float:

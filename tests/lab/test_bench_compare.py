@@ -35,7 +35,7 @@ from asymcheck_lab.compare_report import lines_of, notes_of, render, show
 from asymcheck_lab.compare_stats import CellRows, Row, cells_of
 from asymcheck_lab.errors import DataError, RunError, UsageError
 from asymcheck_lab.page import write_page
-from asymcheck_lab.rivals import RIVALS, RNG
+from asymcheck_lab.rivals import RIVALS, RNG, Rival
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "results" / "compare.jsonl"
@@ -119,11 +119,17 @@ def test_what_came_back_is_recorded_beside_what_it_cost(
     assert {r["state_bytes"] for r in records if "absent" not in r} == {expected}
 
 
+@pytest.fixture
+def gone(monkeypatch: pytest.MonkeyPatch) -> Rival:
+    """``dcp`` as a rival that is not installed."""
+    found = replace(RIVALS["dcp"], library="no-such-distribution")
+    monkeypatch.setattr(compare, "RIVALS", MappingProxyType({**RIVALS, "dcp": found}))
+    return found
+
+
 def test_what_fails_or_is_not_installed_is_recorded_and_the_next_one_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, gone: Rival
 ) -> None:
-    gone = replace(RIVALS["dcp"], library="no-such-distribution")
-    monkeypatch.setattr(compare, "RIVALS", MappingProxyType({**RIVALS, "dcp": gone}))
     options = options_for(tmp_path, systems=("torch-save", "dcp"), timeout_s=0.0)
     options.results.parent.mkdir()
     options.results.touch()  # an empty file may be appended to
@@ -180,11 +186,7 @@ def test_in_each_round_each_system_runs_once_in_each_cell_in_changing_order(
     assert len({found[0] for found in orders.values()}) == 3  # four cells, three orders
 
 
-def test_what_cannot_run_has_one_turn_in_a_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = replace(RIVALS["dcp"], library="no-such-distribution")
-    monkeypatch.setattr(compare, "RIVALS", MappingProxyType({**RIVALS, "dcp": gone}))
+def test_what_cannot_run_has_one_turn_in_a_session(tmp_path: Path, gone: Rival) -> None:
     options = options_for(tmp_path, systems=("dcp", "torch-save"), rounds=3)
     turns = [(number, system) for number, _, _, system in compare._turns(options)]
     assert [t for t in turns if t[1] == "dcp"] == [(1, "dcp")]
