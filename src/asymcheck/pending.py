@@ -125,6 +125,19 @@ class Pending:
         return rank_missing(at.step, world, missing, self._timeout_s)
 
 
+def await_others(
+    repository: Repository,
+    found: Durable | Stored,
+    retention: Retention,
+    sink: Sink,
+    timeout_s: float,
+) -> Durable:
+    """Wait in the foreground for the other ranks, where there are any; see ``Pending``."""
+    if isinstance(found, Durable):
+        return found
+    return Pending(repository, found, retention, sink, timeout_s).wait()
+
+
 def rank_missing(step: int, world: int, missing: dict[int, str], timeout_s: float) -> RankMissing:
     """The error that names the ranks that are missing, and what of them."""
     ranks = sorted(missing)
