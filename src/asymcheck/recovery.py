@@ -387,7 +387,9 @@ class _Loading:
         self.report = self._report(plan, problems)
         left = [*self.report.missing_keys, *(key for key, _, _ in self.report.mismatched)]
         if torn and left:
-            why = f"a newer, damaged one had been read into {left[0]!r}, which this one does not hold"
+            why = (
+                f"a newer, damaged one had been read into {left[0]!r}, which this one does not hold"
+            )
             return _Found(_WRONG, why, touched=True)
         return _Found(_WELL, touched=True)
 

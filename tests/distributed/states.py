@@ -39,7 +39,9 @@ def played(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def index_of(repository: Repository, at: CheckpointId, state: State, rank: int, world: int) -> Index:
+def index_of(
+    repository: Repository, at: CheckpointId, state: State, rank: int, world: int
+) -> Index:
     """Write what a rank holds of a state; returns its index, which is not written."""
     collected = state.collect()
     placed = Placer().place(collected, 0)

@@ -145,7 +145,9 @@ def test_composed_shards_are_restored_alone_and_other_ones_as_composed_shards(di
 
 
 @pytest.mark.parametrize("placements", [[Shard(0)], [Shard(1)], [Replicate()]])
-def test_large_pieces_go_into_strided_live_tensors_and_cast_ones(placements: list[Placement]) -> None:
+def test_large_pieces_go_into_strided_live_tensors_and_cast_ones(
+    placements: list[Placement],
+) -> None:
     whole = numbers(700, 1111)
     repository = save(lambda rank: {"x": _dtensor(whole, _mesh(3), placements)}, 3)
     with played(0, 1), warnings.catch_warnings():

@@ -163,9 +163,7 @@ def _meet(one: Box, other: Box) -> Box | None:
     """What two boxes have in common."""
     start = tuple(map(max, one.start, other.start))
     ends = zip(one.start, one.shape, other.start, other.shape, strict=True)
-    shape = tuple(
-        min(a + n, b + m) - lo for (a, n, b, m), lo in zip(ends, start, strict=True)
-    )
+    shape = tuple(min(a + n, b + m) - lo for (a, n, b, m), lo in zip(ends, start, strict=True))
     return Box(start, shape) if all(n > 0 for n in shape) else None
 
 

@@ -100,7 +100,10 @@ def _cut(spec: Spec, start_bytes: int, stop_bytes: int) -> _Cut | None:
         first, last = start // row, stop // row
         start, stop = first * row, last * row
         corner = (*piece.start[:at], piece.start[at] + first, *piece.start[at + 1 :])
-        part, shape = Piece(piece.whole, corner), (*spec.shape[:at], last - first, *spec.shape[at + 1 :])
+        part, shape = (
+            Piece(piece.whole, corner),
+            (*spec.shape[:at], last - first, *spec.shape[at + 1 :]),
+        )
     if start == stop:
         return None
     nbytes = (stop - start) * spec.itemsize
@@ -113,9 +116,7 @@ def _whole_of(spec: Spec) -> list[int]:
 
 def geometry_of(specs: Sequence[Spec]) -> dict[str, Any]:
     """What ranks must agree on of what they have in common: dtype and shape of each whole."""
-    return {
-        s.key: [s.dtype, _whole_of(s)] for s in specs if s.copies or s.piece is not None
-    }
+    return {s.key: [s.dtype, _whole_of(s)] for s in specs if s.copies or s.piece is not None}
 
 
 def samples_of(sources: Sequence[Source]) -> dict[str, str]:
