@@ -11,6 +11,7 @@ from itertools import accumulate
 
 from asymcheck.errors import DroppedCheckpoint
 from asymcheck.planning.layout import Extent
+from asymcheck.planning.pieces import Piece
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.index import Leaf
 from asymcheck.storage.sealed import seal_text, unseal
@@ -81,6 +82,8 @@ class Capture:
         canaries: What is compared before the checkpoint is committed.
         kinds: Kind of each leaf: ``parameter``, ``state/`` and the name of an optimizer's
             entry, or empty.
+        rank: Of this process.
+        world: How many ranks save it together.
     """
 
     at: CheckpointId
@@ -93,6 +96,8 @@ class Capture:
     boundary_s: float
     canaries: tuple[Canary, ...] = ()
     kinds: tuple[str, ...] = ()
+    rank: int = 0
+    world: int = 1
 
     @property
     def raw_bytes(self) -> int:
@@ -113,7 +118,7 @@ def dump_geometry(
 ) -> str:
     """What a description says of the leaves, as the members of a JSON object."""
     members = {
-        "leaves": [[x.key, x.dtype, x.shape, x.at, x.nbytes, x.order] for x in leaves],
+        "leaves": leaves,
         "chunks": chunks,
         "canaries": [[c.leaf, c.first, c.stride, c.count, c.width] for c in canaries],
         "kinds": kinds,
@@ -135,6 +140,8 @@ def dump_capture(capture: Capture, geometry: str = "") -> bytes:
         "versions": dict(capture.versions),
         "created_s": capture.created_s,
         "boundary_s": capture.boundary_s,
+        "rank": capture.rank,
+        "world": capture.world,
     }
     geometry = geometry or dump_geometry(
         capture.leaves, capture.chunks, capture.canaries, capture.kinds
@@ -151,10 +158,7 @@ def parse_capture(data: bytes, where: str) -> Capture:
     raw = unseal(data, where)
     return Capture(
         at=CheckpointId(*raw["at"]),
-        leaves=tuple(
-            Leaf(key, dtype, tuple(shape), at, nbytes, tuple(order))
-            for key, dtype, shape, at, nbytes, order in raw["leaves"]
-        ),
+        leaves=tuple(_parse_leaf(*row) for row in raw["leaves"]),
         aliases=raw["aliases"],
         chunks=tuple(Extent(*c) for c in raw["chunks"]),
         metrics={k: struct.unpack(">d", bytes.fromhex(v))[0] for k, v in raw["metrics"].items()},
@@ -163,6 +167,26 @@ def parse_capture(data: bytes, where: str) -> Capture:
         boundary_s=raw["boundary_s"],
         canaries=tuple(Canary(*c) for c in raw["canaries"]),
         kinds=tuple(raw["kinds"]),
+        rank=raw.get("rank", 0),  # one that an older release left says nothing of ranks
+        world=raw.get("world", 1),
+    )
+
+
+def _parse_leaf(
+    key: str,
+    dtype: str,
+    shape: list[int],
+    at: int,
+    nbytes: int,
+    order: list[int],
+    piece: tuple[list[int], list[int] | int] | None = None,
+) -> Leaf:
+    leaf = Leaf(key, dtype, tuple(shape), at, nbytes, tuple(order))
+    if piece is None:
+        return leaf
+    whole, start = piece
+    return leaf._replace(
+        piece=Piece(tuple(whole), start if isinstance(start, int) else tuple(start))
     )
 
 

@@ -174,6 +174,11 @@ class Chooser:
         """The committed checkpoint that later ones may be made against."""
         return self._reference.at if self._selection.needs_base else None
 
+    @property
+    def needs_commits(self) -> bool:
+        """Whether the next checkpoint may begin only when it is known what became of this one."""
+        return self._selection.needs_base or self._selection.chains
+
     def policy(self, encoder: Encoder) -> Policy:
         """How its chunks are merged into writes."""
         if self._batching == "each":

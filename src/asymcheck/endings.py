@@ -40,8 +40,8 @@ class Works(Closes, Protocol):
 class Owner(Protocol):
     """A Checkpointer."""
 
-    def close(self) -> None:
-        """Drain, and give everything back."""
+    def _end(self) -> object:
+        """Drain, and give everything back, without waiting for other ranks: they may go on."""
         ...
 
     def _forget(self) -> None:
@@ -150,7 +150,7 @@ def close_all() -> None:
         owner = ending.owner()
         try:
             if owner is not None:
-                owner.close()
+                owner._end()
             else:
                 ending.settle()
         except CheckpointError as failure:

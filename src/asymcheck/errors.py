@@ -6,9 +6,11 @@
   - PlanError                 a partition plan is not a cover: a bug, please report
   - CaptureError              this checkpoint is lost, training may go on
     + DroppedCheckpoint       its bytes changed while they were copied, so it was given up
+    + RankMissing             another rank has not stored its part of it in time
   - StoreError                the medium failed; ``retryable`` says whether to try again
     + ObjectNotFound          the named object is not there
   - SupersededWriter          a newer attempt owns this root: stop this job
+  - RankFailed                another rank failed or is silent, so all ranks stop together
   - RecoveryError
     + NoCheckpoint            nothing to resume from: start fresh
     + CorruptCheckpoint       this one is damaged: an older one may load
@@ -72,6 +74,22 @@ class DroppedCheckpoint(CaptureError):
         self.key = key
 
 
+class RankMissing(CaptureError):
+    """A checkpoint was not committed: other ranks did not store their part of it in time.
+
+    What this rank stored stays until the next start of the job.
+
+    Attributes:
+        step: Its step.
+        ranks: Which ranks' parts are missing, ascending.
+    """
+
+    def __init__(self, step: int, ranks: Sequence[int], why: str) -> None:
+        super().__init__(f"step {step} was not committed: {why}")
+        self.step = step
+        self.ranks = tuple(ranks)
+
+
 class StoreError(CheckpointError):
     """The storage medium failed.
 
@@ -93,6 +111,18 @@ class ObjectNotFound(StoreError):
 
 class SupersededWriter(CheckpointError):
     """A newer attempt has claimed this root, so this job must not write to it any more."""
+
+
+class RankFailed(CheckpointError):
+    """Another rank failed, does not answer, or is at another call: no rank goes on alone.
+
+    Attributes:
+        ranks: Which, ascending.
+    """
+
+    def __init__(self, ranks: Sequence[int], message: str) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class RecoveryError(CheckpointError):
@@ -140,6 +170,17 @@ class IncompatibleCheckpoint(RecoveryError):
 
 class CheckpointWarning(UserWarning):
     """Something about a checkpoint that the user should know and that was survived."""
+
+
+def as_checkpoint_error(failure: BaseException) -> CheckpointError:
+    """A failure as the training thread may raise it: a ``SystemExit`` of a store's driver, say,
+    must not end the training as if it were over.
+    """
+    if isinstance(failure, CheckpointError):
+        return failure
+    told = CheckpointError(f"the checkpoint was lost: its writer ended with {failure!r}")
+    told.__cause__ = failure
+    return told
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

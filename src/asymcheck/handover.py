@@ -16,12 +16,12 @@ from time import monotonic, sleep
 from asymcheck.capture import parse_capture
 from asymcheck.errors import CheckpointError, CorruptCheckpoint, StoreError
 from asymcheck.events import Sink
-from asymcheck.memory.arena import SHARED_MEMORY, Slot, SlotState, owner_of, slots_of
+from asymcheck.memory.arena import SHARED_MEMORY, Slot, SlotState, owner_of, rank_of, slots_of
 from asymcheck.memory.holding import Part, is_held
 from asymcheck.memory.host import read_text
 from asymcheck.memory.process import ProcessId
-from asymcheck.messages import Durable
-from asymcheck.persist import persist
+from asymcheck.messages import Durable, Stored
+from asymcheck.persist import apply_retention, persist
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.repository import Repository
 
@@ -156,12 +156,18 @@ def take_over(
     grace_s: float,
     warn: Callable[[str], None],
     directory: Path = SHARED_MEMORY,
+    rank: int = 0,
 ) -> list[Durable]:
     """Make every sealed slot of dead trainers of this run durable, and free the others; blocks.
 
     So the newest is there to restore, also where it was to stay in memory. Where a trainer left
     several, as between the seal of one and the end of the one before, each is made durable, the
     oldest first: one of them may have been on its way to the store.
+
+    Of several ranks each calls this, and any finishes the slots of any dead rank. None waits for
+    the slot of another: each stores what it finds, and then commits what all ranks have stored, so
+    the last one to end here finds all that can be committed. A step of which a rank never
+    stored its part stays uncommitted.
 
     Args:
         repository: The run; its newest attempt must be the dead trainer's.
@@ -171,35 +177,49 @@ def take_over(
             are being killed, and persisters that outlived theirs.
         warn: Told what could not be saved.
         directory: Where the slots are.
+        rank: Of this process: it begins with what its predecessor left, so that the ranks of a
+            host share the work. Rank 0 applies retention.
 
     Returns:
         The checkpoints that became durable here.
     """
     until_s = monotonic() + grace_s
     _await_ends(repository.run, directory, until_s)
-    done = []
-    for old in left_over(repository.run, directory):
+    done: list[Durable] = []
+    stored: list[Stored] = []
+    found = left_over(repository.run, directory)
+    for old in sorted(found, key=lambda old: rank_of(old.path) != rank):
         try:
-            durable = finish(repository, old, retention, sink, until_s)
+            end = finish(repository, old, retention, sink, until_s)
         except StoreError as failure:
             warn(f"a checkpoint left in {old.path} could not be made durable yet: {failure}")
         except CheckpointError as failure:
             warn(f"a checkpoint left in {old.path} was given up: {failure}")
         else:
-            done += [durable] if durable else []
-    return done
+            stored += [end] if isinstance(end, Stored) else []
+            done += [end] if isinstance(end, Durable) else []
+    try:
+        committed = repository.commit_whole()
+    except CheckpointError as failure:
+        warn(f"what all ranks had stored could not be committed: {failure}")
+        return done
+    for manifest in committed if rank == 0 else ():
+        apply_retention(repository, manifest.at, retention, sink)
+    now = {manifest.at for manifest in committed}
+    return done + [part.ended() for part in stored if part.at in now]
 
 
 def finish(
     repository: Repository, old: LeftOver, retention: Retention, sink: Sink, until_s: float
-) -> Durable | None:
+) -> Durable | Stored | None:
     """Make a slot of a dead trainer durable where it is sealed, and free it; blocks.
 
     A persister that is still at work is waited for until ``until_s`` on the monotonic clock,
     and then replaced. Of several processes that do this, one does it.
 
     Returns:
-        The checkpoint; ``None`` where there was nothing to do but to free the slot.
+        The checkpoint, or what is stored of it where other ranks may be missing; ``None`` where
+        there was nothing to do but to free the slot.
 
     Raises:
         StoreError: It could not be made durable now; the slot stays.

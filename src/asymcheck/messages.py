@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 from asymcheck.encoding import GroupReport
@@ -10,15 +11,18 @@ from asymcheck.errors import (
     CaptureError,
     CheckpointError,
     DroppedCheckpoint,
+    RankMissing,
     StoreError,
     SupersededWriter,
 )
+from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.manifest import EXACT
 
 MESSAGE_BYTES = 1 << 16
 """No message between the two is longer."""
 TEXT_CHARS = 4000
 """No text in one is longer; up to six bytes each, in JSON."""
+_MOST_RANKS = 1000  # named in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,40 @@ class Durable:
     base: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What one of several ranks stored with its index: it is a checkpoint once all have.
+
+    Attributes:
+        rank: Whose it is.
+        world: How many ranks there are.
+        boundary_s: Monotonic time of the boundary.
+        begun_s: Monotonic time of the first byte flushed.
+        part: What it took so far; its base and fidelity are this rank's.
+    """
+
+    rank: int
+    world: int
+    boundary_s: float
+    begun_s: float
+    part: Durable
+
+    @property
+    def at(self) -> CheckpointId:
+        """The checkpoint."""
+        return CheckpointId(self.part.attempt, self.part.step)
+
+    def ended(self) -> Durable:
+        """The report, now that the checkpoint is committed."""
+        now_s = perf_counter()
+        return replace(self.part, persist_s=now_s - self.begun_s, durable_s=now_s - self.boundary_s)
+
+
+def rebuild_stored(told: dict[str, Any]) -> Stored:
+    """What came as a message."""
+    return Stored(**{**told, "part": rebuild_durable(told["part"])})
+
+
 def rebuild_durable(told: dict[str, Any]) -> Durable:
     """The report that came as a message."""
     return Durable(**{**told, "groups": tuple(GroupReport(*row) for row in told["groups"])})
@@ -69,6 +107,7 @@ def describe_error(failure: CheckpointError) -> dict[str, Any]:
         "retryable": getattr(failure, "retryable", False),
         "step": getattr(failure, "step", 0),
         "key": getattr(failure, "key", "")[:TEXT_CHARS],
+        "ranks": getattr(failure, "ranks", ())[:_MOST_RANKS],
     }
 
 
@@ -78,6 +117,9 @@ def rebuild_error(told: dict[str, Any]) -> CheckpointError:
     if kind == "DroppedCheckpoint":
         why = message.removeprefix(f"step {told['step']} was dropped: ")
         return DroppedCheckpoint(told["step"], told["key"], why)
+    if kind == "RankMissing":
+        why = message.removeprefix(f"step {told['step']} was not committed: ")
+        return RankMissing(told["step"], told["ranks"], why)
     for plain in (SupersededWriter, CaptureError):
         if kind == plain.__name__:
             return plain(message)

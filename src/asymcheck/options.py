@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 
-from asymcheck.errors import OptionError
+from asymcheck.errors import OptionError, nearest
 from asymcheck.planning.cadence import Cadence, EverySeconds, EverySteps, Never
 from asymcheck.planning.strategies import Strategy, resolve
+from asymcheck.ranks import Alone, Ranks, Together
 from asymcheck.storage.names import MAX_STEP
 from asymcheck.storage.store import Store, open_store
 
@@ -141,18 +142,66 @@ def as_store(root: str | os.PathLike[str] | Store) -> Store:
     return found  # type: ignore[return-value]
 
 
-def refuse_many_ranks() -> None:
-    """Refuse a world of several ranks.
+def as_ranks(ranks: object, timeout_s: float) -> Ranks:
+    """The ranks that a user means: those of ``torch.distributed`` where it is initialized.
+
+    Args:
+        ranks: ``None``, ``"alone"`` or a process group.
+        timeout_s: How long one waits for another, in seconds.
 
     Raises:
-        OptionError: There are several.
+        OptionError: It is none of these, or this process is no member of the group.
     """
     dist = torch.distributed
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    initialized = dist.is_available() and dist.is_initialized()
+    if ranks == "alone" or (ranks is None and not initialized):
+        return Alone()
+    if ranks is not None and not (initialized and isinstance(ranks, dist.ProcessGroup)):
         raise OptionError(
-            f"torch.distributed: this release checkpoints one rank, found a world of "
-            f"{dist.get_world_size()}"
+            f"ranks: expected None, 'alone' or a process group that this process is a member of, "
+            f"found {ranks!r:.80}"
         )
+    if dist.get_world_size(ranks) == 1:
+        return Alone()
+    return Together(ranks, timeout_s)
+
+
+def one_world(strategy: Strategy, ranks: Ranks) -> Strategy:
+    """``strategy``, when these ranks can follow it together.
+
+    Raises:
+        OptionError: Which checkpoints it takes to the store is decided by each rank's own clock.
+    """
+    if ranks.world > 1 and strategy.placement.durable is not None:
+        raise OptionError(
+            f"strategy: expected a placement that takes every checkpoint to the store in a world "
+            f"of {ranks.world} ranks, found {strategy.placement.durable!r}"
+        )
+    return strategy
+
+
+def is_measured(cadence: Cadence) -> bool:
+    """Whether a cadence may depend on clocks, which differ between ranks."""
+    return not isinstance(cadence, EverySteps | Never)
+
+
+def names_of(name: str, values: object, known: Mapping[str, object]) -> tuple[str, ...]:
+    """``values``, when they are names in ``known``.
+
+    Raises:
+        OptionError: One is not; names the nearest.
+    """
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise OptionError(f"{name}: expected a tuple of names in state, found {values!r:.80}")
+    found = tuple(values)
+    for value in found:
+        if value not in known:
+            hint = nearest(value, known) if isinstance(value, str) else ""
+            raise OptionError(
+                f"{name}: expected names in state, which has {sorted(known)}, found "
+                f"{value!r:.80}{hint}"
+            )
+    return found
 
 
 def a_cadence(

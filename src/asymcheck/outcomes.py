@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Container
 from typing import Literal, Protocol
 
 from asymcheck.errors import CheckpointWarning, DroppedCheckpoint
@@ -28,7 +29,6 @@ class Outcomes:
 
     Args:
         on_error: Whether a failure is raised or warned of.
-        waited: Whether training waits until a save is durable.
         timekeeper: Is told what durable ones took.
         tracer: Its complaints are told too.
     """
@@ -36,52 +36,61 @@ class Outcomes:
     def __init__(
         self,
         on_error: Literal["raise", "warn"],
-        waited: bool,
         timekeeper: Timekeeper,
         tracer: Tracer | None,
     ) -> None:
         self._on_error = on_error
-        self._waited = waited
         self._timekeeper = timekeeper
         self._tracer = tracer
         self.pending: list[Handle] = []
         """Neither durable nor failed, or not told of yet."""
+        self._drops: list[tuple[int, str]] = []
 
-    def surface(self, captures: Captures | None) -> None:
-        """Raise or warn of background failures, each once; a drop is always a warning.
+    def failure(self, captures: Captures | None, known: Container[int]) -> BaseException | None:
+        """What failed behind the training, each told once; a drop is always a warning.
 
-        Raises:
-            CheckpointError: The first failure; the others are notes of it.
+        Args:
+            captures: Learns what became of each.
+            known: Steps of which was told before that another rank gave them up.
+
+        Returns:
+            The first failure, the others are notes of it; ``None`` also where it is warned of.
         """
         done = [h for h in self.pending if h.durable.done()]
         self.pending = [h for h in self.pending if not h.durable.done()]
-        failures, said = [], self._tracer.complaints() if self._tracer else []
+        failures: list[BaseException] = []
+        said = self._tracer.complaints() if self._tracer else []
         for handle in done:
             failure = handle.durable.exception()
             if isinstance(failure, DroppedCheckpoint):
+                self._drops.append((handle.step, str(failure)))
                 # Without a leaf nothing changed: to capture otherwise would help nobody.
                 said += [
                     str(failure),
                     *(captures.note_drop() if captures and failure.key else ()),
                 ]
             elif failure is not None:
-                failures.append(failure)
+                if handle.step not in known:
+                    failures.append(failure)
             else:
-                self._timekeeper.note_durable(handle.durable.result(), waited=self._waited)
+                self._timekeeper.note_durable(handle.durable.result())
                 if captures is not None:
                     captures.note_success()
         for message in said:
             warn(message)
-        if not failures:
-            return
         if self._on_error == "warn":
             for failure in failures:
                 notes = "; ".join(getattr(failure, "__notes__", ()))
                 warn(f"{failure} ({notes})")
-            return
+            return None
         for other in failures[1:]:
             failures[0].add_note(f"also failed: {other}")
-        raise failures[0]
+        return failures[0] if failures else None
+
+    def take_drops(self) -> list[tuple[int, str]]:
+        """Step and reason of what was dropped since the latest call."""
+        drops, self._drops = self._drops, []
+        return drops
 
 
 def warn(message: str) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter, sleep, thread_time
 
 from asymcheck.capture import CanaryWatch, Capture, parse_capture
-from asymcheck.encoding import Chooser
+from asymcheck.encoding import Chooser, Encoder
 from asymcheck.errors import (
+    CaptureError,
     CheckpointError,
     CorruptCheckpoint,
     DroppedCheckpoint,
@@ -23,12 +25,14 @@ from asymcheck.errors import (
 )
 from asymcheck.events import Sink, Span, Stage, timed
 from asymcheck.memory.arena import Slot, SlotState
-from asymcheck.messages import Durable
+from asymcheck.messages import Durable, Stored
 from asymcheck.planning.layout import Extent
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.selection import RAW
-from asymcheck.storage.flush import Batch, Encoded, even_pack_bytes, flush
+from asymcheck.storage.committing import read_index
+from asymcheck.storage.flush import Batch, Encoded, Flushed, even_pack_bytes, flush
 from asymcheck.storage.index import Index
+from asymcheck.storage.listing import as_base
 from asymcheck.storage.manifest import EXACT
 from asymcheck.storage.repository import Repository
 
@@ -46,9 +50,12 @@ def persist(
     trainer_is_alive: Callable[[], bool],
     chooser: Chooser | None = None,
     writers: int = 1,
-) -> Durable:
+) -> Durable | Stored:
     """Take one slot to a committed checkpoint; blocks. Several threads may, with a slot and a
     chooser each.
+
+    With several ranks it goes as far as this rank can take it: its packs and its index are durable
+    then, the slot is not read any more, and ``Pending`` waits for the others.
 
     Starts while the slot is still being filled: each chunk is hashed and written as soon as
     it is complete, and the memory of a sparse slot given back then. Nothing is committed before
@@ -71,7 +78,7 @@ def persist(
         SupersededWriter: A newer attempt has claimed the root.
     """
     capture = parse_capture(slot.meta, f"slot {slot.path or '(no name)'}")
-    committed = _find_committed(repository, capture)
+    committed = _find_committed(repository, capture) or _find_stored(repository, capture)
     if committed is not None:
         return committed
     if slot.is_torn:
@@ -106,6 +113,27 @@ def persist(
     )
 
 
+def _find_stored(repository: Repository, capture: Capture) -> Stored | None:
+    """What a process stored of this rank that died before it could say so. It stays as it is:
+    another rank may be about to commit it.
+    """
+    if capture.world == 1:
+        return None
+    try:
+        found = read_index(repository.store, capture.at, capture.rank)
+    except CorruptCheckpoint:
+        return None  # the index is not whole, so it can be written again
+    if found is None:
+        return None
+    index, data = found
+    if index.created_s != capture.created_s or index.world != capture.world:
+        raise CaptureError(
+            f"step {capture.at.step} (attempt {capture.at.attempt}): rank {capture.rank} stored "
+            f"another state as this checkpoint before: claim a new attempt, or save another step"
+        )
+    return _stored(capture, index, data, perf_counter(), 0.0)
+
+
 def _find_committed(repository: Repository, capture: Capture) -> Durable | None:
     """The checkpoint, where it was committed by a process that died before it could say so.
 
@@ -113,14 +141,15 @@ def _find_committed(repository: Repository, capture: Capture) -> Durable | None:
     """
     try:
         with repository.open(capture.at) as checkpoint:
-            manifest = checkpoint.manifest
+            manifest, index = checkpoint.manifest, checkpoint.indexes[capture.rank]
     except (NoCheckpoint, CorruptCheckpoint):
         return None
+    stored = manifest.indexes[capture.rank][0].nbytes + sum(p.nbytes for p in index.packs)
     return Durable(
         step=capture.at.step,
         attempt=capture.at.attempt,
         raw_bytes=capture.raw_bytes,
-        stored_bytes=manifest.stored_bytes,
+        stored_bytes=stored,
         persist_s=0.0,
         durable_s=perf_counter() - capture.boundary_s,
         cpu_s=0.0,
@@ -142,8 +171,8 @@ def write_checkpoint(
     writers: int = 1,
     is_ready: Callable[[Extent], bool] = lambda extent: False,
     written: Callable[[Extent], None] = lambda extent: None,
-) -> Durable:
-    """Encode, flush and commit an image; blocks.
+) -> Durable | Stored:
+    """Encode, flush and commit an image; blocks. With several ranks see ``persist``.
 
     Args:
         repository: Where to.
@@ -184,7 +213,7 @@ def write_checkpoint(
             flushed = flush(
                 repository.store,
                 at,
-                0,
+                capture.rank,
                 capture.chunks,
                 encode,
                 policy=chooser.policy(encoder),
@@ -200,8 +229,8 @@ def write_checkpoint(
         index = Index(
             run=repository.run,
             at=at,
-            rank=0,
-            world=1,
+            rank=capture.rank,
+            world=capture.world,
             created_s=capture.created_s,
             metrics=capture.metrics,
             versions=capture.versions,
@@ -213,37 +242,85 @@ def write_checkpoint(
         )
         fidelity = chooser.fidelity if encoder.losses else EXACT
         with timed(sink, Stage.COMMIT, at.step):
-            manifest = repository.commit(index, encoder.base, fidelity)
+            if capture.world > 1:
+                if encoder.base is not None:
+                    base = as_base(repository.store, encoder.base, fidelity)
+                    index = replace(index, base=base)
+                index = replace(index, fidelity=fidelity)
+                data = repository.write_index(index)
+            else:
+                manifest = repository.commit(index, encoder.base, fidelity)
     except BaseException as failure:
         chooser.fail(failure)
-        _discard(repository, at)
+        _discard(repository, capture)
         if isinstance(failure, StoreError):
             _check_not_overtaken(repository, at, failure)
         raise
     done_s = perf_counter()
-    with timed(sink, Stage.RETAIN, at.step):
-        try:
-            repository.retain(at, retention, chooser.base)
-        except StoreError as failure:
-            # The checkpoint stands; what could not be removed goes with a later commit.
-            _log.warning("step %d: retention failed: %s", at.step, failure)
+    if capture.world > 1:
+        if not callable(image):
+            chooser.finish(capture, encoder, flushed, image)
+        stored = _stored(capture, index, data, start_s, thread_time() - cpu_s)
+        return replace(stored, part=_with_costs(stored.part, flushed, encoder))
+    apply_retention(repository, at, retention, sink, chooser.base)
     if not callable(image):
         chooser.finish(capture, encoder, flushed, image)
-    return Durable(
+    found = Durable(
         step=at.step,
         attempt=at.attempt,
         raw_bytes=capture.raw_bytes,
         stored_bytes=manifest.stored_bytes,
         persist_s=done_s - start_s,
         durable_s=done_s - capture.boundary_s,
-        cpu_s=thread_time() - cpu_s + flushed.helper_cpu_s,
+        cpu_s=thread_time() - cpu_s,
+        fidelity=fidelity,
+        base=encoder.base.step if encoder.base else 0,
+    )
+    return _with_costs(found, flushed, encoder)
+
+
+def _with_costs(durable: Durable, flushed: Flushed, encoder: Encoder) -> Durable:
+    return replace(
+        durable,
+        cpu_s=durable.cpu_s + flushed.helper_cpu_s,
         encode_s=flushed.encode_s,
         write_s=flushed.write_s,
         batches=flushed.batches,
         groups=encoder.reports,
-        fidelity=fidelity,
-        base=encoder.base.step if encoder.base else 0,
     )
+
+
+def _stored(capture: Capture, index: Index, data: bytes, begun_s: float, cpu_s: float) -> Stored:
+    part = Durable(
+        step=capture.at.step,
+        attempt=capture.at.attempt,
+        raw_bytes=capture.raw_bytes,
+        stored_bytes=len(data) + sum(pack.nbytes for pack in index.packs),
+        persist_s=0.0,
+        durable_s=0.0,
+        cpu_s=cpu_s,
+        fidelity=index.fidelity,
+        base=index.base.at.step if index.base else 0,
+    )
+    return Stored(capture.rank, capture.world, capture.boundary_s, begun_s, part)
+
+
+def apply_retention(
+    repository: Repository,
+    at: CheckpointId,
+    retention: Retention,
+    sink: Sink,
+    base: CheckpointId | None = None,
+) -> None:
+    """Remove what need not be kept now that this one is committed; blocks.
+
+    The checkpoint stands: what could not be removed goes with a later commit.
+    """
+    with timed(sink, Stage.RETAIN, at.step):
+        try:
+            repository.retain(at, retention, base)
+        except StoreError as failure:
+            _log.warning("step %d: retention failed: %s", at.step, failure)
 
 
 def _await(
@@ -291,11 +368,12 @@ def _check_not_overtaken(repository: Repository, at: CheckpointId, failure: Stor
         return  # the medium is down: the first failure tells more
 
 
-def _discard(repository: Repository, at: CheckpointId) -> None:
+def _discard(repository: Repository, capture: Capture) -> None:
     try:
-        repository.discard(at)
+        repository.discard(capture.at, capture.rank, capture.world)
     except StoreError as failure:
-        _log.warning("step %d: left-overs stay until the next start: %s", at.step, failure)
+        step = capture.at.step
+        _log.warning("step %d: left-overs stay until the next start: %s", step, failure)
 
 
 def tidy(repository: Repository) -> None:

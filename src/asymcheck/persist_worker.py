@@ -18,11 +18,19 @@ from time import monotonic
 from typing import Any
 
 from asymcheck.encoding import Chooser
-from asymcheck.errors import CheckpointError
+from asymcheck.errors import CheckpointError, as_checkpoint_error
 from asymcheck.events import Sink, Span, discard
 from asymcheck.memory.arena import Slot, SlotState
 from asymcheck.memory.process import ProcessId
-from asymcheck.messages import MESSAGE_BYTES, TEXT_CHARS, describe_error
+from asymcheck.messages import (
+    MESSAGE_BYTES,
+    TEXT_CHARS,
+    Durable,
+    Stored,
+    describe_error,
+    rebuild_stored,
+)
+from asymcheck.pending import Backlog
 from asymcheck.persist import persist, tidy
 from asymcheck.planning.retention import Retention
 from asymcheck.planning.selection import Selection
@@ -45,6 +53,9 @@ class _Work:
     alone: bool
 
 
+_LAST_LOOK_S = 1.0
+
+
 class _Worker:
     """The loop of a persister process: slots come in over a socket, reports go out. Several
     threads take what came, in the order in which it came.
@@ -60,6 +71,8 @@ class _Worker:
         self._selection, self._batching = Selection(**config["selection"]), config["batching"]
         self._at_once, self._writers = config["at_once"], config["writers"]
         self._repository = Repository(open_store(config["url"]), config["run"])
+        self._timeout_s = float(config["commit_timeout_s"])
+        self._backlog = Backlog(self._repository, self._retention, self._sink, self._timeout_s)
         self._slots: dict[int, Slot] = {}
         self._changed = threading.Condition()
         self._queue: deque[_Work] = deque()
@@ -89,11 +102,21 @@ class _Worker:
         for thread in threads:
             thread.join()
         self._raise_broken()
+        self._backlog.close(self._patience_s())
         tidy(self._repository)
         for slot in self._slots.values():
             # Nobody else will: unsealed content is worth nothing without its trainer.
             if not self._trainer_is_alive() and slot.state != SlotState.SEALED:
                 slot.close(unlink=True)
+
+    def _patience_s(self) -> float:
+        """How long other ranks are waited for at the end. With the trainer dead the next start
+        waits for this process, and nobody for its word: of ranks that all died the last to store
+        its part finds those of all, and commits.
+        """
+        if self._give_up_s is not None:
+            return max(0.0, self._give_up_s - monotonic())
+        return self._timeout_s if self._trainer_is_alive() else _LAST_LOOK_S
 
     def _raise_broken(self) -> None:
         """End the process where a thread met what is no failure of a checkpoint; the trainer starts
@@ -124,6 +147,9 @@ class _Worker:
             if "close" in message:
                 self._closing = True
                 return
+            if "await" in message:
+                self._await_others(rebuild_stored(message["await"]))
+                continue
             if not fds:
                 raise OSError(errno.EMFILE, "a slot came without its descriptor: raise ulimit -n")
             told = message["claims"]
@@ -185,7 +211,7 @@ class _Worker:
     def _persist_one(self, slot: Slot, chooser: Chooser) -> None:
         self._send({"begun": slot.token})
         try:
-            durable = persist(
+            found = persist(
                 self._repository,
                 slot,
                 self._retention,
@@ -194,11 +220,27 @@ class _Worker:
                 chooser,
                 self._writers,
             )
+            if isinstance(found, Stored) and chooser.needs_commits:
+                found = self._backlog.wait(found, chooser)
         except CheckpointError as failure:
             self._send({"failed": describe_error(failure), "slot": slot.token})
+            return
+        slot.state = SlotState.FREE  # before the report: after it the trainer may reuse it
+        if isinstance(found, Stored):
+            self._send({"stored": asdict(found), "slot": slot.token})
+            self._await_others(found)
         else:
-            slot.state = SlotState.FREE  # before the report: after it the trainer may reuse it
-            self._send({"done": asdict(durable), "slot": slot.token})
+            self._send({"done": asdict(found), "slot": slot.token})
+
+    def _await_others(self, stored: Stored) -> None:
+        def settle(end: Durable | BaseException) -> None:
+            if isinstance(end, Durable):
+                told: dict[str, Any] = {"done": asdict(end)}
+            else:
+                told = {"failed": describe_error(as_checkpoint_error(end))}
+            self._send({**told, "at": stored.at})
+
+        self._backlog.add(stored, settle)
 
     def _report(self, span: Span) -> None:
         *rest, error = astuple(span)

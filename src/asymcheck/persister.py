@@ -5,28 +5,33 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import select
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from asymcheck.encoding import Chooser
-from asymcheck.errors import CheckpointError, OptionError, StoreError
+from asymcheck.errors import OptionError, StoreError
 from asymcheck.events import Sink, Span, Stage, discard
 from asymcheck.memory.arena import Arena, Slot
 from asymcheck.memory.process import ProcessId
-from asymcheck.messages import MESSAGE_BYTES, Durable, rebuild_durable, rebuild_error
-from asymcheck.persist import persist, tidy
+from asymcheck.messages import (
+    MESSAGE_BYTES,
+    Durable,
+    rebuild_durable,
+    rebuild_error,
+    rebuild_stored,
+)
+from asymcheck.pending import COMMIT_TIMEOUT_S
+from asymcheck.persist_threads import Job, Persister, PersistThread, settle
 from asymcheck.persist_worker import open_pidfd
-from asymcheck.planning.retention import Retention
+from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.selection import RAW, Batching, Selection
 from asymcheck.planning.strategies import Strategy
 from asymcheck.process_log import ProcessLog
@@ -34,6 +39,16 @@ from asymcheck.storage.local import LocalStore
 from asymcheck.storage.manifest import Attempt, dump_attempt
 from asymcheck.storage.repository import Repository
 from asymcheck.storage.store import Store
+
+__all__ = [
+    "LOG_NAME",
+    "PersistProcess",
+    "PersistThread",
+    "Persister",
+    "is_own_memory",
+    "start_persister",
+    "who_persists",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -49,108 +64,6 @@ _START = (  # this very package, from wherever the trainer has it, and nothing e
 _PAUSE_S = 0.2
 _POLL_MS = 200
 _CLAIMS = 100  # as many as surely fit into a message; more than will ever fail one by one
-
-
-class Persister(Protocol):
-    """Takes slots to committed checkpoints: begins them in the order in which they come, and has
-    up to a given number at work at a time. They end in any order.
-    """
-
-    def begin(self, slot: Slot, step: int) -> Future[Durable]:
-        """Queue a slot that is being filled; returns at once. The slot is read until the
-        future is done.
-        """
-        ...
-
-    def close(self, timeout_s: float) -> bool:
-        """End once everything is done; returns whether that was in time."""
-        ...
-
-
-@dataclass
-class _Job:
-    slot: Slot
-    step: int
-    future: Future[Durable]
-    begun: bool = False  # the process that lives now is at work on it
-    ends: int = 0  # of processes that were at work on it
-
-
-class PersistThread:
-    """Persists on daemon threads of the trainer.
-
-    Args:
-        repository: Written by these threads alone from now on.
-        retention: Applied after each commit.
-        sink: Receives spans, on these threads.
-        selection: How chunks may be encoded.
-        batching: How they are merged into writes.
-        at_once: How many checkpoints are written at a time.
-        writers: Into how many packs each is cut, written at the same time.
-    """
-
-    def __init__(
-        self,
-        repository: Repository,
-        retention: Retention,
-        sink: Sink,
-        selection: Selection = RAW,
-        batching: Batching = "ready",
-        at_once: int = 1,
-        writers: int = 1,
-    ) -> None:
-        self._selection, self._batching, self._writers = selection, batching, writers
-        self._repository = repository
-        self._retention = retention
-        self._sink = sink
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._running = at_once
-        self._threads = [
-            threading.Thread(target=self._run, name="asymcheck-persist", daemon=True)
-            for _ in range(at_once)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def begin(self, slot: Slot, step: int) -> Future[Durable]:
-        """See ``Persister``."""
-        slot.persister = ProcessId(0, 0)
-        job = _Job(slot, step, Future())
-        self._jobs.put(job)
-        return job.future
-
-    def close(self, timeout_s: float) -> bool:
-        """See ``Persister``."""
-        until_s = monotonic() + timeout_s
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(max(0.0, until_s - monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _run(self) -> None:
-        chooser = Chooser(self._selection, self._batching)
-        while (job := self._jobs.get()) is not None:
-            try:
-                durable = persist(
-                    self._repository,
-                    job.slot,
-                    self._retention,
-                    self._sink,
-                    lambda: True,
-                    chooser,
-                    self._writers,
-                )
-            except BaseException as failure:  # noqa: BLE001  it is the caller's to see
-                _settle(job, failure)
-            else:
-                _settle(job, durable)
-        with self._lock:
-            self._running -= 1
-            is_last = not self._running
-        if is_last:
-            tidy(self._repository)
 
 
 class PersistProcess:
@@ -173,6 +86,7 @@ class PersistProcess:
         batching: How they are merged into writes.
         at_once: How many checkpoints are written at a time.
         writers: Into how many packs each is cut, written at the same time.
+        commit_timeout_s: How long a stored part waits for those of other ranks.
 
     Raises:
         StoreError: The process could not be started.
@@ -192,6 +106,7 @@ class PersistProcess:
         batching: Batching = "ready",
         at_once: int = 1,
         writers: int = 1,
+        commit_timeout_s: float = COMMIT_TIMEOUT_S,
     ) -> None:
         self._claims = claims
         self._config = json.dumps(
@@ -205,6 +120,7 @@ class PersistProcess:
                 "batching": batching,
                 "at_once": at_once,
                 "writers": writers,
+                "commit_timeout_s": commit_timeout_s,
                 "spans": sink is not discard,  # nobody else would read them
             }
         )
@@ -212,7 +128,8 @@ class PersistProcess:
         self._sink = sink
         self._log = ProcessLog(log_path)
         self._changed = threading.Condition(threading.RLock())
-        self._jobs: dict[int, _Job] = {}  # by the token of the slot, in the order of their begin
+        self._jobs: dict[int, Job] = {}  # by the token of the slot, in the order of their begin
+        self._awaited: dict[CheckpointId, Job] = {}  # stored; the slot may be another one's
         self._closing = False
         self._ended = 0  # processes that ended since a job was done
         try:
@@ -232,9 +149,11 @@ class PersistProcess:
         """The process that persists now."""
         return self._process.pid
 
-    def begin(self, slot: Slot, step: int) -> Future[Durable]:
+    def begin(
+        self, slot: Slot, step: int, stored: Callable[[], None] = lambda: None
+    ) -> Future[Durable]:
         """See ``Persister``."""
-        job = _Job(slot, step, Future())
+        job = Job(slot, step, Future(), free=stored)
         with self._changed:
             self._jobs[slot.token] = job
             self._hand_over(job)
@@ -277,7 +196,7 @@ class PersistProcess:
             raise
         return process, ours, open_pidfd(ProcessId.of(process.pid))
 
-    def _hand_over(self, job: _Job) -> None:
+    def _hand_over(self, job: Job) -> None:
         if not self._is_up:
             return  # the next process gets it
         job.slot.persister = ProcessId.of(self._process.pid)
@@ -336,12 +255,22 @@ class PersistProcess:
         elif "begun" in message:
             with self._changed:
                 self._jobs[message["begun"]].begun = True
-        elif "done" in message or "failed" in message:
+        elif "stored" in message:
             with self._changed:
                 self._ended = 0
                 job = self._jobs.pop(message["slot"])
+                job.stored, job.begun = rebuild_stored(message["stored"]), False
+                self._awaited[job.stored.at] = job
+            job.free()
+        elif "done" in message or "failed" in message:
+            with self._changed:
+                self._ended = 0
+                if "at" in message:
+                    job = self._awaited.pop(CheckpointId(*message["at"]))
+                else:
+                    job = self._jobs.pop(message["slot"])
             told = message.get("failed")
-            _settle(job, rebuild_error(told) if told else rebuild_durable(message["done"]))
+            settle(job, rebuild_error(told) if told else rebuild_durable(message["done"]))
 
     def _replace(self) -> bool:
         """The process is gone: start another for what is left; returns whether there is one."""
@@ -355,9 +284,9 @@ class PersistProcess:
         while True:
             self._count_end(why)
             with self._changed:
-                while not (self._jobs or self._closing or self._ended < _TRIES):
+                while not (self._left() or self._closing or self._ended < _TRIES):
                     self._changed.wait()
-                if self._closing and not self._jobs:
+                if self._closing and not self._left():
                     return False
                 _log.warning("the persister process %s: starting another", why)
                 try:
@@ -367,11 +296,18 @@ class PersistProcess:
                     self._changed.wait(_PAUSE_S)
                     continue
                 self._is_up = True
+                for job in self._awaited.values():
+                    if job.stored is not None:
+                        self._send({"await": asdict(job.stored)})
                 for job in self._jobs.values():
                     self._hand_over(job)
                 if self._closing:
                     self._send({"close": True})
                 return True
+
+    def _left(self) -> list[Job]:
+        """What is not over, first what only waits for other ranks."""
+        return [*self._awaited.values(), *self._jobs.values()]
 
     def _count_end(self, why: str) -> None:
         """Blame what it was at work on, the first job where it did not get so far; give up what
@@ -379,15 +315,19 @@ class PersistProcess:
         """
         with self._changed:
             self._ended += 1
-            jobs = list(self._jobs.values())
+            jobs = self._left()
             given_up = []
             for job in [job for job in jobs if job.begun] or jobs[:1]:
                 job.begun = False
                 job.ends += 1
                 if job.ends == _TRIES:
-                    given_up.append(self._jobs.pop(job.slot.token))
+                    given_up.append(job)
+                    if job.stored is not None:
+                        del self._awaited[job.stored.at]
+                    else:
+                        del self._jobs[job.slot.token]
         for job in given_up:
-            _settle(
+            settle(
                 job,
                 StoreError(
                     f"step {job.step}: the persister process failed {_TRIES} times, it last {why}; "
@@ -437,10 +377,11 @@ def start_persister(
     sink: Sink,
     grace_s: float,
     strategy: Strategy,
+    commit_timeout_s: float = COMMIT_TIMEOUT_S,
 ) -> Persister:
     """Start the persister of that kind; see the classes for the arguments."""
     at_once, writers = strategy.admission.at_once, strategy.writers
-    how = (strategy.selection, strategy.batching, at_once, writers)
+    how = (strategy.selection, strategy.batching, at_once, writers, commit_timeout_s)
     if kind == "thread":
         return PersistThread(repository, retention, sink, *how)
     store = repository.store
@@ -461,30 +402,3 @@ def start_persister(
 def _this_process() -> tuple[int, int]:
     me = ProcessId.of(os.getpid())
     return me.pid, me.start
-
-
-def _settle(job: _Job, result: Durable | BaseException) -> None:
-    if isinstance(result, Durable):
-        _log.info(
-            "step %d is durable: %d bytes, %.3f s after its boundary",
-            result.step,
-            result.stored_bytes,
-            result.durable_s,
-        )
-        job.future.set_result(result)
-    else:
-        job.slot.give_up()  # before the future: its copy may wait for room in a ring
-        failure = _told(result)
-        failure.add_note(f"while step {job.step} was being persisted")
-        job.future.set_exception(failure)
-
-
-def _told(failure: BaseException) -> CheckpointError:
-    """A failure as the training thread may raise it: a ``SystemExit`` of a store's driver, say,
-    must not end the training as if it were over.
-    """
-    if isinstance(failure, CheckpointError):
-        return failure
-    told = CheckpointError(f"the checkpoint was lost: its writer ended with {failure!r}")
-    told.__cause__ = failure
-    return told

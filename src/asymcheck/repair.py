@@ -34,13 +34,14 @@ from asymcheck.handover import (
 from asymcheck.memory.arena import SHARED_MEMORY, Slot, owner_of, run_of
 from asymcheck.memory.host import read_text
 from asymcheck.memory.process import ProcessId
-from asymcheck.messages import Durable
+from asymcheck.messages import Durable, Stored
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.local import TEMP_FOLDER, LocalStore
 from asymcheck.storage.repository import Repository
 
 _POLL_S = 0.05
 _CLOCK_SLACK_S = 2.0
+_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Remnant:
         slot: The slot.
         run: Its run.
         trainer: Process number of the trainer.
-        nbytes: What it takes of memory.
+        nbytes: What it takes of memory; less than its size where a ring gave pages back.
         at: The checkpoint that it holds or was to hold, where it says so.
         created_s: Wall-clock time of that checkpoint.
     """
@@ -74,7 +75,7 @@ def remnants(run: str | None = None, directory: Path = SHARED_MEMORY) -> list[Re
     found = []
     for left in left_over(run, directory):
         with suppress(OSError):
-            nbytes = left.path.stat().st_size
+            nbytes = left.path.stat().st_blocks * _BLOCK_BYTES
             at, created_s = _content(left.path)
             found.append(
                 Remnant(left, run_of(left.path), owner_of(left.path), nbytes, at, created_s)
@@ -241,8 +242,11 @@ def repair(
         StoreError: The medium failed while files were removed; it can be called again.
     """
     repository, until_s, done = plan.repository, monotonic() + grace_s, Repaired()
+    stored: list[Stored] = []
     for remnant in [*plan.finishing, *plan.removing]:
-        _finish(repository, remnant, until_s, done)
+        _finish(repository, remnant, until_s, done, stored)
+    whole = {manifest.at for manifest in repository.commit_whole()}
+    done.durable += [part.ended() for part in stored if part.at in whole]
     removal = remove_remnants(plan.superseded, discard_sealed=discard_sealed)
     done.removed += removal.removed
     done.kept += [(r, f"it holds a whole checkpoint, but {_late(plan)}") for r, _ in removal.kept]
@@ -259,9 +263,15 @@ def repair(
     return done
 
 
-def _finish(repository: Repository, remnant: Remnant, until_s: float, done: Repaired) -> None:
+def _finish(
+    repository: Repository,
+    remnant: Remnant,
+    until_s: float,
+    done: Repaired,
+    stored: list[Stored],
+) -> None:
     try:
-        durable = finish(repository, remnant.slot, Retention(), discard, until_s)
+        end = finish(repository, remnant.slot, Retention(), discard, until_s)
     except StoreError as failure:
         done.kept.append((remnant, str(failure)))
         done.failed.append((remnant, str(failure)))
@@ -269,8 +279,10 @@ def _finish(repository: Repository, remnant: Remnant, until_s: float, done: Repa
         done.removed.append(remnant)
         done.failed.append((remnant, str(failure)))
     else:
-        if durable is not None:
-            done.durable.append(durable)
+        if isinstance(end, Durable):
+            done.durable.append(end)
+        elif isinstance(end, Stored):
+            stored.append(end)
         elif remnant.slot.is_sealed:
             done.finished.append(remnant)
         else:

@@ -3,49 +3,52 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait as wait_futures
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Literal
 
+from torch.distributed import ProcessGroup
+
 from asymcheck import options
+from asymcheck.agreement import Agreement
 from asymcheck.device.state import State
-from asymcheck.endings import Ending, settle_others
+from asymcheck.device.worlds import WorldChange
 from asymcheck.errors import (
     CaptureError,
     CheckpointError,
     NoCheckpoint,
     OptionError,
-    StoreError,
+    RankFailed,
 )
 from asymcheck.events import Sink, discard, guarded
 from asymcheck.handles import Handle, SaveReport
-from asymcheck.handover import take_over
-from asymcheck.memory.arena import SHARED_MEMORY, Arena
-from asymcheck.outcomes import Outcomes, warn
-from asymcheck.persister import is_own_memory, start_persister, who_persists
+from asymcheck.integrations.deepspeed.engine import adopt_engines
+from asymcheck.outcomes import Outcomes
+from asymcheck.persister import who_persists
 from asymcheck.planning.cadence import Cadence, Never
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.selection import Fidelity
 from asymcheck.planning.strategies import Strategy
+from asymcheck.ranks import Announcement, alike
 from asymcheck.recovery import RestoreReport, TornRestore, restore
-from asymcheck.snapshotter import Snapshotter
-from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.store import Store
+from asymcheck.termination import Termination
 from asymcheck.timekeeping import Timekeeper
 from asymcheck.tracing import Tracer
+from asymcheck.writing import RootWriter
 
 __all__ = ["Checkpointer", "Handle", "RestoreReport", "SaveReport"]
 
 
-class Checkpointer:
-    """Saves and restores the state of one training process.
+class Checkpointer(RootWriter):
+    """Saves and restores the state of one training process, or of all ranks of one training.
 
-    All calls come from the training thread. Parameters and optimizer state are copied behind
-    the next forward and backward pass, and written by a process of the library's own; what
-    fails there is raised by the next call, once.
+    All calls come from the training thread, and with several ranks each rank makes the same
+    ones. Parameters and optimizer state are copied behind the next forward and backward pass,
+    and written by a process of the library's own; what fails there is raised by the next call,
+    once.
 
     Args:
         root: A directory, or a URL such as ``memory://name``; a ``Store`` is taken as it is.
@@ -72,10 +75,17 @@ class Checkpointer:
         read_only: Never write and never claim the root, as for evaluation beside a training.
         grace_s: How long ``close`` and the exit of the interpreter wait for pending saves.
         sink: Receives every ``Span``, on the thread that did the work.
-        trace: A file that gets a line for each durable checkpoint, for ``asymcheck explain``.
+        trace: A file that gets a line for each durable checkpoint, for ``asymcheck explain``;
+            with several ranks rank 0 writes it.
+        ranks: Who saves one checkpoint together: a process group, ``None`` for all ranks where
+            ``torch.distributed`` is initialized, ``alone`` for this process whatever there is.
+        replicated: Names in ``state`` of which all ranks hold the same, written once; what is
+            in ``DistributedDataParallel`` is known without. See ``docs/distributed.md``.
+        timeout_s: How long a rank waits for another before all raise ``RankFailed``.
 
     Raises:
         OptionError: An argument is wrong, or the root holds something else.
+        RankFailed: It failed on another rank.
         StateError: Something in ``state`` cannot be saved.
         StoreError: The root cannot be used.
     """
@@ -101,33 +111,41 @@ class Checkpointer:
         grace_s: float = 60.0,
         sink: Sink = discard,
         trace: str | os.PathLike[str] | None = None,
+        ranks: Literal["alone"] | ProcessGroup | None = None,
+        replicated: Sequence[str] = (),
+        timeout_s: float = 60.0,
     ) -> None:
-        options.refuse_many_ranks()
-        self._strategy = options.a_strategy(strategy, fidelity)
-        chosen = options.a_cadence(every_steps, every_seconds, cadence, self._strategy.cadence)
-        self._saves_unasked = not isinstance(chosen, Never)
-        self._timekeeper = Timekeeper(chosen, self._strategy.admission.max_in_flight)
-        self._retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
-        on_error = options.one_of("on_error", on_error, ("raise", "warn"))
-        self._read_only = options.flag("read_only", read_only)
-        self._grace_s = options.seconds("grace_s", grace_s)
-        self._sink = guarded(options.a_call("sink", sink))
-        self._tracer: Tracer | None = None
-        if trace is not None and not self._read_only:
-            path = options.a_file("trace", trace)
-            self._sink = self._tracer = Tracer(path, self._sink, self._strategy)
-        waits = self._strategy.persist == "before"
-        self._outcomes = Outcomes(on_error, waits, self._timekeeper, self._tracer)
-        self._state = State(options.named_objects(state))
-        self._store = options.as_store(root)
-        self._persist = who_persists(persist, root, self._store)
-        self._repository = self._open_repository()
-        self._snapshotter: Snapshotter | None = None
-        self._attempt: int | None = None
+        super().__init__()
+        self._timeout_s = options.seconds("timeout_s", timeout_s)
+        self._ranks = options.as_ranks(ranks, self._timeout_s)
+        with alike(self._ranks, "the arguments"):
+            self._strategy = options.one_world(options.a_strategy(strategy, fidelity), self._ranks)
+            chosen = options.a_cadence(every_steps, every_seconds, cadence, self._strategy.cadence)
+            self._saves_unasked = not isinstance(chosen, Never)
+            self._timekeeper = Timekeeper(chosen, self._strategy.admission.max_in_flight)
+            self._retention = Retention(keep_last, keep_every, keep_best, monitor, mode)
+            on_error = options.one_of("on_error", on_error, ("raise", "warn"))
+            self._read_only = options.flag("read_only", read_only)
+            self._grace_s = options.seconds("grace_s", grace_s)
+            self._sink = guarded(options.a_call("sink", sink))
+            self._tracer: Tracer | None = None
+            if trace is not None and not self._read_only and self._ranks.rank == 0:
+                path = options.a_file("trace", trace)
+                self._sink = self._tracer = Tracer(path, self._sink, self._strategy)
+            self._outcomes = Outcomes(on_error, self._timekeeper, self._tracer)
+            self._store = options.as_store(root)
+            self._persist = who_persists(persist, root, self._store)
+            rank, world = self._ranks.rank, self._ranks.world
+            objects = adopt_engines(options.named_objects(state), rank, world)
+            names = options.names_of("replicated", replicated, objects)
+            self._state = State(objects, rank=rank, world=world, replicated=names)
+        self._open_root()
         self._torn = False
-        self._closed = False
-        self._pid = os.getpid()
-        self._ending: Ending | None = None
+        self._agreed = Agreement(
+            self._ranks,
+            options.is_measured(chosen),
+            Termination(self, self._ranks.world > 1 and not self._read_only),
+        )
         self.report = RestoreReport(step=0)
         """What the latest ``restore`` did."""
 
@@ -140,6 +158,7 @@ class Checkpointer:
         resume: Literal["auto", "must", "never"] = "auto",
         strict: bool = True,
         dtype_policy: Literal["exact", "cast"] = "exact",
+        on_world_change: WorldChange = "resplit",
     ) -> int:
         """Load the newest checkpoint that is whole into the live state; blocks.
 
@@ -154,6 +173,9 @@ class Checkpointer:
                 ``never`` starts fresh and leaves what is there alone.
             strict: Whether any difference in keys, shapes and dtypes is an error.
             dtype_policy: ``cast`` converts tensors of another dtype.
+            on_world_change: What becomes of generators and other state of each rank where
+                another number of ranks had saved: ``resplit`` spreads what there is,
+                ``restart`` leaves them as they are now, ``error`` refuses.
 
         Returns:
             The restored step, 0 on a fresh start; ``report`` tells the rest.
@@ -162,9 +184,11 @@ class Checkpointer:
             NoCheckpoint: None is there, with ``resume="must"`` or a ``step``.
             CorruptCheckpoint: There are checkpoints and none is whole.
             IncompatibleCheckpoint: It does not match the live state; nothing was changed.
+            RankFailed: Another rank could not.
         """
         options.one_of("resume", resume, ("auto", "must", "never"))
         options.one_of("dtype_policy", dtype_policy, ("exact", "cast"))
+        options.one_of("on_world_change", on_world_change, ("error", "resplit", "restart"))
         options.flag("strict", strict)
         if step is not None:
             options.a_step(step, 0)
@@ -184,6 +208,10 @@ class Checkpointer:
                     strict=strict,
                     cast=dtype_policy == "cast",
                     sink=self._sink,
+                    rank=self._ranks.rank,
+                    world=self._ranks.world,
+                    on_world_change=on_world_change,
+                    exchange=self._ranks.exchange,
                 )
             except CheckpointError as failure:
                 self._torn = torn or isinstance(failure, TornRestore)
@@ -228,7 +256,8 @@ class Checkpointer:
         self._note_step(options.a_step(step))
         self._timekeeper.note_step(step)
         self._surface_errors()
-        if not self._timekeeper.due(step, len(self._outcomes.pending)):
+        self._agreed.hear(step)
+        if not self._agreed.due(step, lambda: self._timekeeper.due(step, len(self._outcomes.pending))):
             if self._snapshotter is not None and self._saves_unasked:
                 self._snapshotter.prepare()
                 self._snapshotter.between_saves()
@@ -254,6 +283,10 @@ class Checkpointer:
             SupersededWriter: Another job has claimed the root.
             CheckpointError: A background failure since the latest call.
         """
+        self._check_open()
+        self._note_step(options.a_step(step))
+        self._surface_errors()
+        self._agreed.hear(step)
         handle = self._save(step, metrics, "wait")
         assert handle is not None
         return handle
@@ -267,19 +300,20 @@ class Checkpointer:
         self._check_open()
         if self._read_only:
             raise OptionError("save: this Checkpointer is read_only")
-        options.a_step(step)
         if self._torn:
             raise CaptureError(
                 "save: a failed restore left the live state overwritten in part; build it anew, "
                 "or restore() another checkpoint"
             )
-        self._surface_errors()
-        self._note_step(step)
         numbers = options.read_metrics(metrics)
-        attempt = self._take_attempt(step)
+        leaving = self._agreed.leaving
+        if leaving is not None:
+            when_full = "wait"
+            self._wait_for_pending(self._grace_s)
+        self._take_attempt(step, self._timekeeper.last_step)
         if self._tracer is not None:
             self._tracer.cadence = self.cadence_report
-        handle = self._capturing().capture(CheckpointId(attempt, step), numbers, when_full)
+        handle = self._capture(step, numbers, when_full)
         if handle is None:
             return None
         self._outcomes.pending.append(handle)
@@ -288,7 +322,26 @@ class Checkpointer:
             self._capturing().fence()
             wait_futures([handle.durable])
             self._surface_errors()
+        if leaving is not None:
+            self._leave(leaving, step)
         return handle
+
+    def _leave(self, asked: Announcement, step: int) -> None:
+        """A rank was asked to end, so all end together, with what was just saved."""
+        failure = ""
+        try:
+            self._end()
+        except CheckpointError as bad:
+            failure = f"{type(bad).__name__}: {bad}"
+        told = self._ranks.exchange(f"the end at step {step}", failure)
+        self._part()
+        why = next((f"rank {r}: {bad}" for r, bad in enumerate(told) if bad), "")
+        raise RankFailed(
+            (asked.rank,),
+            f"rank {asked.rank} was ended by {asked.why}: "
+            + (f"step {step} could not be saved: {why}" if why else f"step {step} is durable")
+            + "; start the job again to go on from there",
+        )
 
     def fence(self) -> None:
         """Return once no live tensor is being read any more; blocks for what is left to copy.
@@ -321,11 +374,7 @@ class Checkpointer:
         """
         self._check_process()
         limit_s = None if timeout_s is None else options.seconds("timeout_s", timeout_s)
-        if self._snapshotter is not None:
-            self._outcomes.pending += self._snapshotter.drain()
-        wait_futures([h.durable for h in self._outcomes.pending], limit_s)
-        self._surface_errors()
-        return not self._outcomes.pending
+        return self._settle(limit_s)
 
     def close(self) -> None:
         """Drain within ``grace_s``, end the thread, raise the first background failure.
@@ -334,18 +383,15 @@ class Checkpointer:
         """
         if self._closed or os.getpid() != self._pid:
             return  # the checkpointer of the parent of a fork is not the child's to close
-        in_time = self._snapshotter is None or self._snapshotter.close(self._grace_s)
-        self._closed = True  # not before: a close that was interrupted can be made again
-        if self._ending is not None:
-            self._ending.over()
-        self._surface_errors()
-        left = [handle.step for handle in self._outcomes.pending]
-        if left or not in_time:
-            raise StoreError(
-                f"close: saves of steps {left} are still pending after "
-                f"grace_s={self._grace_s} seconds; what is sealed goes on without us",
-                retryable=False,
-            )
+        try:
+            self._agreed.meet("close", self._end, self._grace_s)
+        finally:
+            if self._closed:
+                self._part()
+
+    def _part(self) -> None:
+        self._ranks.close()
+        self._agreed.over()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -357,123 +403,20 @@ class Checkpointer:
         trace: TracebackType | None,
     ) -> None:
         try:
-            self.close()
+            if error is None or self._ranks.world == 1:
+                self.close()
+            else:
+                self._abandon(error)
         except CheckpointError as failure:
             if error is None:
                 raise
             error.add_note(f"closing the Checkpointer failed too: {failure}")
 
-    # --- inside -------------------------------------------------------------
-
-    def _open_repository(self) -> Repository | None:
-        if not self._read_only:
-            return create_repository(self._store)
+    def _abandon(self, error: BaseException) -> None:
+        """This rank leaves, others perhaps not: they are told, and not waited for."""
+        with suppress(RankFailed):
+            self._ranks.ask("raise", self._latest_step, f"it ended with {error!r}")
         try:
-            return open_repository(self._store)
-        except NoCheckpoint:
-            return None
-
-    def _existing(self) -> Repository:
-        if self._repository is None:
-            self._repository = open_repository(self._store)
-        return self._repository
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise OptionError(
-                f"this Checkpointer belongs to process {self._pid}, this is its fork "
-                f"{os.getpid()}: make one in here, on a root of its own"
-            )
-
-    def _check_open(self) -> None:
-        self._check_process()
-        if self._closed:
-            raise OptionError("this Checkpointer is closed")
-
-    def _forget(self) -> None:
-        """What it started was closed for another one that writes the root from now on."""
-        self._snapshotter = None
-
-    def _take_over(self) -> None:
-        """Finish what others left: an older one of this process, a dead trainer of this run."""
-        if self._read_only:
-            return
-        for message in settle_others(self, self._existing().run, self._store.url):
-            warn(message)
-        take_over(self._existing(), self._retention, self._sink, self._grace_s, warn)
-
-    def _start_attempt(self, parent: CheckpointId | None) -> None:
-        """Claim an attempt that continues from ``parent``; nothing is pending."""
-        if not self._read_only:
-            self._attempt = self._existing().claim(parent).number
-            self._capturing()  # a persister that is started now is there at the first save
-
-    def _take_attempt(self, step: int) -> int:
-        """The attempt to save under, so that ``(attempt, step)`` was never used."""
-        repository = self._existing()
-        if self._attempt is None:
-            self._take_over()
-            found = repository.lineage()
-            if found:
-                raise OptionError(
-                    f"save: {self._store.url} holds checkpoints up to step {found[-1].step}: call "
-                    f"restore() first, or restore(resume='never') to start beside them"
-                )
-            self._start_attempt(None)
-        elif step <= self._timekeeper.last_step:
-            # Back in time without a restore: a branch, from the newest checkpoint before.
-            self.wait()
-            repository.check_writer(self._attempt)
-            before = [c for c in repository.lineage(attempt=self._attempt) if c.step < step]
-            # Before every checkpoint: from step 0 of this attempt, so that it is the same tree.
-            self._start_attempt(before[-1] if before else CheckpointId(self._attempt, 0))
-        else:
-            repository.check_writer(self._attempt)
-        assert self._attempt is not None
-        return self._attempt
-
-    def _capturing(self) -> Snapshotter:
-        if self._snapshotter is None:
-            repository = self._existing()
-            arena = Arena(
-                repository.run,
-                0,
-                self._strategy.admission.max_in_flight,
-                warn,
-                # Slots need a name where another process can make something of them.
-                (Path(),) if is_own_memory(self._store) else (SHARED_MEMORY, Path()),
-                self._store.url,
-                self._strategy.admission.ring_bytes,
-            )
-            persister = start_persister(
-                self._persist,
-                repository,
-                arena,
-                self._retention,
-                self._sink,
-                self._grace_s,
-                self._strategy,
-            )
-            self._snapshotter = Snapshotter(
-                self._state,
-                self._strategy,
-                arena,
-                persister,
-                repository,
-                self._retention,
-                self._sink,
-                self._tracer,
-            )
-            self._ending = Ending(self, repository.run, self._snapshotter, self._grace_s)
-        return self._snapshotter
-
-    def _note_step(self, step: int) -> None:
-        self._check_process()
-        if self._snapshotter is not None:
-            self._snapshotter.latest_step = step
-            self._snapshotter.settle()
-
-    def _surface_errors(self) -> None:
-        if self._snapshotter is not None:
-            self._outcomes.pending += self._snapshotter.late()
-        self._outcomes.surface(self._snapshotter)
+            self._end()
+        finally:
+            self._part()

@@ -40,12 +40,15 @@ from asymcheck.events import Sink, Span, Stage, timed
 from asymcheck.handles import Handle, Promised, report_of
 from asymcheck.keeping import Active, Keeper
 from asymcheck.memory.arena import Arena, NoRoom, Slot, SlotState, capacity_for
+from asymcheck.messages import Stored
+from asymcheck.pending import COMMIT_TIMEOUT_S, Pending
 from asymcheck.persist import write_checkpoint
 from asymcheck.persister import Persister, is_own_memory
 from asymcheck.planning.layout import MiB
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.selection import RAW
 from asymcheck.planning.strategies import Strategy
+from asymcheck.planning.variants import Variant
 from asymcheck.storage.repository import Repository
 from asymcheck.tracing import Tracer
 
@@ -65,6 +68,9 @@ class Snapshotter:
         retention: Applied then.
         sink: Receives spans.
         tracer: Is told of plans and of what became durable.
+        rank: Of this process.
+        world: How many ranks save together.
+        commit_timeout_s: How long a save without a slot waits for other ranks.
     """
 
     def __init__(
@@ -77,7 +83,11 @@ class Snapshotter:
         retention: Retention,
         sink: Sink,
         tracer: Tracer | None = None,
+        rank: int = 0,
+        world: int = 1,
+        commit_timeout_s: float = COMMIT_TIMEOUT_S,
     ) -> None:
+        self._rank, self._world, self._commit_timeout_s = rank, world, commit_timeout_s
         self._state = state
         self._strategy = strategy
         self._arena = arena
@@ -100,6 +110,7 @@ class Snapshotter:
             arena,
             persister,
             tracer,
+            waits=strategy.persist == "before",
             keeps_nameless=is_own_memory(repository.store),
             warn=_warn,
         )
@@ -186,6 +197,8 @@ class Snapshotter:
             boundary_s=start_s,
             canaries=placed.at.canaries,
             kinds=placed.at.kinds,
+            rank=self._rank,
+            world=self._world,
         )
         if self._tracer is not None:
             lazy, eager = placed.at.lazy_bytes, placed.at.eager_bytes
@@ -247,6 +260,9 @@ class Snapshotter:
                     self._sink,
                     Chooser(RAW),
                 )
+                if isinstance(found, Stored):
+                    waiting = (self._retention, self._sink, self._commit_timeout_s)
+                    found = Pending(self._repository, found, *waiting).wait()
             except CheckpointError as failure:
                 handle.captured.set_exception(failure)
                 handle.durable.set_exception(failure)
@@ -283,13 +299,15 @@ class Snapshotter:
             copy = LazyCopy(step, slot, frozen or placed, canaries, self._pinning, pace)
             if waits and lazy and frozen is None:
                 copy.fence_timer = self._freezer.time_fence(copy.devices)
+            variant: Variant = "device-copy" if frozen else "lazy"
             active = Active(
                 copy,
                 described,
                 self._handle(step),
-                "blocking" if blocking else "device-copy" if frozen else "lazy",
+                "blocking" if blocking else variant,
                 eager_bytes=placed.at.eager_bytes,
                 canaries=bytes(slot.canaries) if blocking else b"",
+                is_trial=waits and lazy and self._freezer.is_trial(variant),
             )
             self._keeper.place(active)
         except BaseException:
@@ -310,7 +328,6 @@ class Snapshotter:
     def _start(self, active: Active, *, watched: bool) -> None:
         """Hand the slot to the copying thread, and there to the persister, no Ctrl-C between."""
         copy = active.copy
-        copy.before = lambda: self._keeper.begin(active)
         try:
             self._keeper.start(active)
             self._active = active if watched else None

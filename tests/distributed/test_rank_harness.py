@@ -47,13 +47,17 @@ def test_a_rank_is_killed_once_it_said_the_word_and_not_before() -> None:
     assert second.said == ["before", "now"]
 
 
-def test_a_rank_that_never_ends_is_killed_and_named() -> None:
+def test_a_rank_that_never_ends_is_killed_and_named_and_shows_where_it_was(capfd) -> None:
     def work(rank, say):
-        if rank == 1:
+        def where_it_hangs():
             time.sleep(600)
+
+        if rank == 1:
+            where_it_hangs()
 
     with pytest.raises(AssertionError, match="rank 1: .*still running"):
         run_ranks(2, work, timeout_s=8)
+    assert "in where_it_hangs" in capfd.readouterr().err
 
 
 def test_a_collective_that_lacks_a_rank_raises_in_bounded_time() -> None:

@@ -33,10 +33,12 @@ from asymcheck.errors import (
     StoreError,
 )
 from asymcheck.planning.layout import Extent, lay_out
+from asymcheck.planning.pieces import Piece, boxes, flaw, uncovered
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.flush import Encoded, flush
 from asymcheck.storage.index import TREE_KEY, Index, Leaf, Loss, dump_index, parse_index
 from asymcheck.storage.manifest import (
+    Base,
     check_format_line,
     parse_attempt,
     parse_manifest,
@@ -448,6 +450,11 @@ def _index(**changes: Any) -> dict[str, Any]:
     }
 
 
+def _piece(**changes: Any) -> dict[str, Any]:
+    """The small index, with a piece of ten elements in it."""
+    return _index(leaves=[_leaf("a", 0, 10, **changes)], aliases={})
+
+
 def test_the_small_index_of_these_tests_is_valid() -> None:
     index = parse_index(seal(_index()), INDEX)
     assert [leaf.key for leaf in index.leaves] == ["a", "b"]
@@ -536,6 +543,43 @@ FORBIDDEN = {
     "a truth in the place of a number": _index(rank=False),
     "a shape that is no list": _index(leaves=[_leaf("a", 0, 10, shape=10)]),
     "a shape of truths": _index(leaves=[_leaf("a", 0, 10, shape=[True])]),
+    "a piece without a start": _piece(whole=[10]),
+    "a piece without a whole": _piece(start=0),
+    "a piece of a whole that is no list": _piece(whole=10, start=0),
+    "a piece of a whole of nothing": _piece(whole=None, start=0),
+    "a piece of a whole of truths": _piece(whole=[True], start=0, shape=[1]),
+    "a piece of a whole of a negative size": _piece(whole=[-10], start=0),
+    "a piece of a whole that is too large": _piece(whole=[2**53, 2], start=0),
+    "a piece of a whole of a size that is too large": _piece(whole=[2**53 + 1], start=0),
+    "a piece of a whole of too many dimensions": _piece(whole=[1] * 64 + [10], start=0),
+    "a piece of a whole of a great many dimensions": _piece(whole=[2**53] * 50_000, start=0),
+    "a piece that starts nowhere": _piece(whole=[10], start=None),
+    "a piece that starts at a truth": _piece(whole=[11], start=True),
+    "a piece that starts at half an element": _piece(whole=[11], start=0.5),
+    "a piece that starts at a text": _piece(whole=[11], start="0"),
+    "a piece that starts before its whole": _piece(whole=[11], start=-1),
+    "a piece that ends after its whole": _piece(whole=[10], start=1),
+    "a flat piece of two dimensions": _piece(whole=[10], start=0, shape=[2, 5]),
+    "a flat piece of no dimension": _piece(whole=[10], start=0, shape=[]),
+    "a box that starts before its whole": _piece(whole=[11], start=[-1]),
+    "a box that ends after its whole": _piece(whole=[3, 5], start=[2, 0], shape=[2, 5]),
+    "a box of no elements outside its whole": _piece(whole=[3], start=[4], shape=[0]),
+    "a box of another dimension than its whole": _piece(whole=[10, 1], start=[0, 0]),
+    "a box at an offset of another dimension": _piece(whole=[10], start=[0, 0]),
+    "a box at an offset of truths": _piece(whole=[11], start=[True]),
+    "a box at an offset of lists": _piece(whole=[11], start=[[0]]),
+    "a piece with an order": _piece(whole=[2, 5], start=[0, 0], shape=[2, 5], order=[1, 0]),
+    "a tree that is a piece": _index(
+        leaves=[_leaf("", 0, 10, dtype="json", whole=[10], start=0)], aliases={}
+    ),
+    "a base of two values": _index(base=[1, 1]),
+    "a base of nothing": _index(base=None),
+    "a base that is itself": _index(base=[1, 2, "0" * 32]),
+    "a base that is newer": _index(base=[2, 1, "0" * 32]),
+    "a base without a hash": _index(base=[1, 1, ""]),
+    "a fidelity that goes without saying": _index(fidelity="exact"),
+    "a fidelity that nobody knows": _index(fidelity="roughly"),
+    "a fidelity that is no text": _index(fidelity=None),
 }
 
 
@@ -587,6 +631,12 @@ FORBIDDEN_MANIFESTS: dict[str, Callable[[], dict[str, Any]]] = {
     "needs in another order": lambda: _manifest(
         base=[1, 1, "0" * 32], fidelity="moments", needs=["lossy", "base"]
     ),
+    "a need of ranks in another order": lambda: _manifest(
+        fidelity="moments", needs=["ranks", "lossy"]
+    ),
+    "two ranks and no need of them": lambda: _manifest(
+        indexes=[_entry(), _entry(name=INDEX.replace("r0000", "r0001"))]
+    ),
     "a need that stands twice": lambda: _manifest(base=[1, 1, "0" * 32], needs=["base", "base"]),
 }
 
@@ -626,6 +676,59 @@ def test_losses_are_read_as_they_were_written() -> None:
     index = parse_index(seal(_index(losses=[["exp_avg", "q8", 0.5, 0, 21]])), INDEX)
     assert index.losses == (Loss("exp_avg", "q8", 0.5, 0.0, 21),)
     assert parse_index(dump_index(index), INDEX) == index
+
+
+@pytest.mark.parametrize(
+    ("piece", "shape"),
+    [
+        (Piece((10,), 0), (10,)),
+        (Piece((2**53,), 2**53 - 10), (10,)),
+        (Piece((3, 5, 7), 95), (10,)),
+        (Piece((3, 5), (1, 0)), (2, 5)),
+        (Piece((1,) * 64, (0,) * 64), (1,) * 64),
+        (Piece((), ()), ()),
+        (Piece((3, 0), (3, 0)), (0, 0)),
+        (Piece((3,), 3), (0,)),
+    ],
+)
+def test_a_piece_is_read_as_it_was_written(piece: Piece, shape: tuple[int, ...]) -> None:
+    start = piece.start if isinstance(piece.start, int) else list(piece.start)
+    data = seal(_piece(whole=list(piece.whole), start=start, shape=list(shape)))
+    index = parse_index(data, INDEX)
+    assert [(leaf.piece, leaf.shape) for leaf in index.leaves] == [(piece, shape)]
+    assert isinstance(index.leaves[0].piece, Piece)
+    assert dump_index(index) == data
+    assert index.of_ranks
+
+
+def test_what_an_index_tells_of_its_base_is_read_as_it_was_written() -> None:
+    data = seal(_index(base=[1, 1, "0" * 32], fidelity="moments"))
+    index = parse_index(data, INDEX)
+    assert (index.base, index.fidelity) == (Base(CheckpointId(1, 1), "0" * 32), "moments")
+    assert dump_index(index) == data
+    assert index.of_ranks
+    assert not parse_index(seal(_index()), INDEX).of_ranks
+
+
+@settings(max_examples=2 * EXAMPLES)
+@given(st.data())
+def test_a_piece_that_was_edited_is_inside_its_whole_or_refused(data: st.DataObject) -> None:
+    box = _piece(whole=[3, 5], start=[1, 0], shape=[2, 5])
+    flat = _piece(whole=[3, 5], start=2)
+    found = data.draw(edited(data.draw(st.sampled_from([box, flat]))["leaves"][0]))
+    try:
+        sealed = seal(_index(leaves=[found.value], aliases={}))
+    except (ValueError, TypeError):
+        return  # no JSON can say that
+    try:
+        (leaf,) = parse_index(sealed, INDEX).leaves
+    except CorruptCheckpoint:
+        return
+    if leaf.piece is not None:
+        assert flaw(leaf.piece, leaf.shape) is None
+        assert leaf.order == ()
+        boxes(leaf.piece, leaf.shape)
+        uncovered(leaf.piece.whole, [(leaf.piece, leaf.shape)])
 
 
 def test_an_index_of_another_rank_or_run_under_a_right_name_is_damage() -> None:

@@ -313,6 +313,8 @@ def tree_leaf_bytes(index: Index) -> int:
 def _classify(name: object, value: Any, world: World) -> Item:  # noqa: ANN401
     if not isinstance(name, str) or not name or name.startswith("$"):
         raise StateError(str(name), "expected a name that is a text, not empty, not '$…'")
+    if isinstance(value, ModuleItem | OptimizerItem):
+        return value  # of an integration
     if isinstance(value, torch.nn.Module):
         return ModuleItem(value, replication_of(value, world.rank, world.size))
     if isinstance(value, torch.optim.Optimizer):

@@ -36,6 +36,7 @@ __all__ = [
     "SlotState",
     "capacity_for",
     "owner_of",
+    "rank_of",
     "run_of",
     "slot_name",
     "slots_of",
@@ -69,6 +70,12 @@ def owner_of(path: Path) -> int:
     """Process number of the trainer that made a slot, from its name."""
     found = _NAME.match(path.name)
     return int(found[4]) if found else 0
+
+
+def rank_of(path: Path) -> int:
+    """Rank of the trainer that made a slot, from its name."""
+    found = _NAME.match(path.name)
+    return int(found[3]) if found else 0
 
 
 def run_of(path: Path) -> str:

@@ -23,7 +23,8 @@ MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 1 << 53
 CUT_BYTES = MiB
 """From this size on a replicated whole is divided among the ranks; a smaller one goes to one."""
-_MAX_LOOKS = 1_000_000  # at boxes of one whole, for holes: about a second
+_LOOKS_FOR_A_BOX = 100  # for holes: a grid of n boxes takes the logarithm of n for each
+_MIN_LOOKS = 10_000
 
 
 class Piece(NamedTuple):
@@ -84,7 +85,7 @@ def flaw(piece: Piece, shape: Sequence[int]) -> str | None:
         return f"its whole has {elements} elements, expected at most {MAX_ELEMENTS}"
     if isinstance(start, int):
         if len(shape) != 1:
-            return f"a flat range of shape {list(shape)}, expected one dimension"
+            return f"a flat range of {len(shape)} dimensions, expected one"
         if start < 0 or start + shape[0] > elements:
             return f"elements {start} to {start + shape[0]} of a whole of {elements}"
         return None
@@ -251,7 +252,7 @@ def uncovered(whole: Sequence[int], pieces: Iterable[tuple[Piece, Sequence[int]]
 
     Returns:
         The first hole, in words. Pieces that overlap in so many ways that looking would take
-        seconds count as a hole; no division of an array among ranks does.
+        far longer than reading them count as a hole; no division of an array among ranks does.
     """
     elements = math.prod(whole)
     if not elements:
@@ -265,8 +266,9 @@ def uncovered(whole: Sequence[int], pieces: Iterable[tuple[Piece, Sequence[int]]
                 return f"elements {at} to {start} of {elements}"
         return None
     region = Box((0,) * len(whole), tuple(whole))
-    looks = [_MAX_LOOKS]
-    hole = _hole(region, [box for one in listed for box, _ in boxes(*one)], looks)
+    among = [box for one in listed for box, _ in boxes(*one)]
+    looks = [_MIN_LOOKS + _LOOKS_FOR_A_BOX * len(among)]
+    hole = _hole(region, among, looks)
     if looks[0] < 0:
         return "pieces that overlap in too many ways to tell"
     if hole is None:

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from asymcheck.errors import CorruptCheckpoint, NoCheckpoint, ObjectNotFound, OptionError
+from asymcheck.errors import (
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    NoCheckpoint,
+    ObjectNotFound,
+    OptionError,
+    StoreError,
+)
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.selection import MAX_BASES
 from asymcheck.storage.manifest import Base, Manifest, parse_manifest, unfit_as_base
 from asymcheck.storage.names import manifest_name, parse_name, step_folder
 from asymcheck.storage.store import Store, read_all
+
+_LOOKS = 100  # a bound; each look again means that a writer did something meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +169,111 @@ def _read_base(store: Store, at: CheckpointId) -> Manifest:
             f"step {at.step} (attempt {at.attempt}) in {store.url}: expected the base "
             f"of a delta, found nothing: {failure}"
         ) from failure
-    sizes = {e.name: e.nbytes for e in store.list(step_folder(at.step))}
-    problem = wrong_length(manifest, sizes)
+    problem = wrong_length(manifest, sizes_at(store, at))
     if problem is not None:
         raise CorruptCheckpoint(problem.where, f"base of a delta: {problem.why}")
     return manifest
+
+
+# --- looking ----------------------------------------------------------------
+
+
+def survey(store: Store, run: str) -> Listing:
+    """List the store and read every manifest; blocks.
+
+    A listing is no snapshot: beside a writer that commits and removes it may show nothing
+    at all. So it is made again when something on it was gone, or when it showed nothing
+    and an earlier one was different.
+
+    Raises:
+        StoreError: The medium failed. One manifest that cannot be read, and will not be
+            at another try either, is damage.
+    """
+    before: dict[str, int] | None = None
+    for _ in range(_LOOKS):
+        sizes = {e.name: e.nbytes for e in store.list()}
+        listing, settled = _read_manifests(store, run, sizes)
+        if settled and (listing.committed or sizes == before):
+            break
+        before = sizes
+    return listing
+
+
+def _read_manifests(store: Store, run: str, sizes: Mapping[str, int]) -> tuple[Listing, bool]:
+    """What the objects of those names and sizes are, and whether all were still there."""
+    settled = True
+    committed: dict[CheckpointId, Manifest] = {}
+    damaged: list[Damage] = []
+    foreign: list[CheckpointId] = []
+    named: set[str] = set()
+    for name in sizes:
+        parsed = parse_name(name)
+        if parsed is None or parsed.kind != "manifest":
+            continue
+        try:
+            manifest = parse_manifest(read_all(store, name), name)
+        except ObjectNotFound:
+            settled = False
+            continue
+        except (CorruptCheckpoint, IncompatibleCheckpoint, StoreError) as failure:
+            if isinstance(failure, StoreError) and failure.retryable:
+                raise
+            newer = isinstance(failure, IncompatibleCheckpoint)
+            damaged.append(Damage(parsed.at, name, str(failure), newer=newer))
+            named.update(n for n in sizes if same_checkpoint(n, parsed.at))
+            continue
+        named.update((name, *(o.name for o in manifest.objects)))
+        if manifest.run != run:
+            foreign.append(manifest.at)
+            continue
+        problem = wrong_length(manifest, sizes)
+        if problem is not None:
+            # The listing may have raced with a commit or a removal: look at it alone.
+            now = sizes_at(store, manifest.at)
+            if name not in now:
+                settled = False
+                continue
+            problem = wrong_length(manifest, now)
+        if problem is None:
+            committed[manifest.at] = manifest
+        else:
+            damaged.append(problem)
+    for at in sorted(committed):  # a base before what stands on it
+        manifest = committed[at]
+        problem = missing_base(manifest, committed, damaged)
+        if problem is None or manifest.base is None:
+            continue
+        del committed[at]
+        if manifest_name(manifest.base.at) not in sizes and _has_changed(store, manifest):
+            settled = False
+            continue
+        damaged.append(problem)
+    leftovers = [
+        (parsed.at, name)
+        for name in sizes
+        if name not in named and (parsed := parse_name(name)) is not None
+    ]
+    listing = Listing(
+        {at: committed[at] for at in sorted(committed)},
+        sorted(damaged, key=lambda d: d.at),
+        sorted(foreign),
+        sorted(leftovers),
+    )
+    return listing, settled
+
+
+def _has_changed(store: Store, delta: Manifest) -> bool:
+    """Whether a base that was not listed is there now, or its delta is no more."""
+    return not is_there(store, delta.at) or (
+        delta.base is not None and is_there(store, delta.base.at)
+    )
+
+
+def is_there(store: Store, at: CheckpointId) -> bool:
+    """Whether there is a manifest of that name."""
+    return manifest_name(at) in sizes_at(store, at)
+
+
+def sizes_at(store: Store, at: CheckpointId) -> dict[str, int]:
+    """Every object of all attempts at its step, with its size in bytes."""
+    return {e.name: e.nbytes for e in store.list(step_folder(at.step))}

@@ -18,7 +18,7 @@ from asymcheck.storage.index import (
 )
 from asymcheck.storage.index import EXACT as EXACT  # of both an index and a manifest
 from asymcheck.storage.index import Base as Base
-from asymcheck.storage.names import MAX_RANK, Named, index_name, manifest_name, parse_name
+from asymcheck.storage.names import MAX_RANK, index_name, manifest_name, parse_name
 from asymcheck.storage.sealed import (
     HASH,
     MAX_SEALED_BYTES,
@@ -197,7 +197,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     packs = parse_objects(get, "packs")
     for pack in packs:
         named = parse_name(pack.name)
-        if named is None or named != Named(at, "pack"):
+        if named is None or (named.at, named.kind) != (at, "pack"):
             raise get.fail(f"{pack.name!r:.120} is no pack of this checkpoint")
     if parse_name(where) is not None and where != manifest_name(at):
         raise get.fail(f"it is the manifest of {manifest_name(at)}")

@@ -56,10 +56,11 @@ def parse_attempt_name(name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What an object name of the format says."""
+    """What an object name of the format says; a manifest is of no rank."""
 
     at: CheckpointId
     kind: str
+    rank: int | None = None
 
 
 def parse_name(name: str) -> Named | None:
@@ -73,4 +74,4 @@ def parse_name(name: str) -> Named | None:
         return None
     at = CheckpointId(int(parsed[1]), int(in_folder[1]))
     kind = next(k for k in ("manifest", "pack", "index") if parsed[k])
-    return Named(at, kind)
+    return Named(at, kind, None if parsed["rank"] is None else int(parsed["rank"]))

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 
 from asymcheck.errors import (
@@ -23,6 +23,7 @@ from asymcheck.errors import (
     NoCheckpoint,
     ObjectNotFound,
     OptionError,
+    RecoveryError,
     StoreError,
     SupersededWriter,
 )
@@ -32,25 +33,34 @@ from asymcheck.planning.retention import (
     abandoned_by,
     lineage_of,
 )
+from asymcheck.storage.committing import (
+    StoredIndex,
+    read_index,
+    read_indexes,
+    uncommitted,
+)
 from asymcheck.storage.index import Index, dump_index
 from asymcheck.storage.listing import (
-    Damage,
     Listing,
     as_base,
-    missing_base,
+    is_there,
     same_checkpoint,
+    sizes_at,
+    survey,
     wrong_length,
 )
 from asymcheck.storage.manifest import (
     EXACT,
     FORMAT_LINE,
     Attempt,
+    Base,
     Manifest,
     check_format_line,
     dump_attempt,
     make_manifest,
     parse_attempt,
     parse_manifest,
+    standing_of,
 )
 from asymcheck.storage.names import (
     ATTEMPTS_FOLDER,
@@ -70,7 +80,6 @@ from asymcheck.storage.store import Store, delete_each, read_all, write_whole
 
 _log = logging.getLogger(__name__)
 
-_LOOKS = 100  # a bound; each look again means that a writer did something meanwhile
 _STARTS = 1000  # more jobs than will ever start at the same moment
 _RECORD_BYTES = 1 << 16  # more than any attempt record, RUN.json or FORMAT needs
 
@@ -95,95 +104,8 @@ class Repository:
     # --- reading ------------------------------------------------------------
 
     def survey(self) -> Listing:
-        """List the store and read every manifest.
-
-        A listing is no snapshot: beside a writer that commits and removes it may show nothing
-        at all. So it is made again when something on it was gone, or when it showed nothing
-        and an earlier one was different.
-
-        Raises:
-            StoreError: The medium failed. One manifest that cannot be read, and will not be
-                at another try either, is damage.
-        """
-        before: dict[str, int] | None = None
-        for _ in range(_LOOKS):
-            sizes = {e.name: e.nbytes for e in self.store.list()}
-            listing, settled = self._read_manifests(sizes)
-            if settled and (listing.committed or sizes == before):
-                break
-            before = sizes
-        return listing
-
-    def _read_manifests(self, sizes: Mapping[str, int]) -> tuple[Listing, bool]:
-        """What the objects of those names and sizes are, and whether all were still there."""
-        settled = True
-        committed: dict[CheckpointId, Manifest] = {}
-        damaged: list[Damage] = []
-        foreign: list[CheckpointId] = []
-        named: set[str] = set()
-        for name in sizes:
-            parsed = parse_name(name)
-            if parsed is None or parsed.kind != "manifest":
-                continue
-            try:
-                manifest = parse_manifest(read_all(self.store, name), name)
-            except ObjectNotFound:
-                settled = False
-                continue
-            except (CorruptCheckpoint, IncompatibleCheckpoint, StoreError) as failure:
-                if isinstance(failure, StoreError) and failure.retryable:
-                    raise
-                newer = isinstance(failure, IncompatibleCheckpoint)
-                damaged.append(Damage(parsed.at, name, str(failure), newer=newer))
-                named.update(n for n in sizes if same_checkpoint(n, parsed.at))
-                continue
-            named.update((name, *(o.name for o in manifest.objects)))
-            if manifest.run != self.run:
-                foreign.append(manifest.at)
-                continue
-            problem = wrong_length(manifest, sizes)
-            if problem is not None:
-                # The listing may have raced with a commit or a removal: look at it alone.
-                now = {e.name: e.nbytes for e in self.store.list(step_folder(manifest.at.step))}
-                if name not in now:
-                    settled = False
-                    continue
-                problem = wrong_length(manifest, now)
-            if problem is None:
-                committed[manifest.at] = manifest
-            else:
-                damaged.append(problem)
-        for at in sorted(committed):  # a base before what stands on it
-            manifest = committed[at]
-            problem = missing_base(manifest, committed, damaged)
-            if problem is None or manifest.base is None:
-                continue
-            del committed[at]
-            if manifest_name(manifest.base.at) not in sizes and self._has_changed(manifest):
-                settled = False
-                continue
-            damaged.append(problem)
-        leftovers = [
-            (parsed.at, name)
-            for name in sizes
-            if name not in named and (parsed := parse_name(name)) is not None
-        ]
-        listing = Listing(
-            {at: committed[at] for at in sorted(committed)},
-            sorted(damaged, key=lambda d: d.at),
-            sorted(foreign),
-            sorted(leftovers),
-        )
-        return listing, settled
-
-    def _has_changed(self, delta: Manifest) -> bool:
-        """Whether a base that was not listed is there now, or its delta is no more."""
-        return not self._is_there(delta.at) or (
-            delta.base is not None and self._is_there(delta.base.at)
-        )
-
-    def _is_there(self, at: CheckpointId) -> bool:
-        return any(e.name == manifest_name(at) for e in self.store.list(step_folder(at.step)))
+        """List the store and read every manifest; see ``listing.survey``."""
+        return survey(self.store, self.run)
 
     def parents(self, *, unreadable_too: bool = False) -> dict[int, CheckpointId | None]:
         """What each attempt continued from; a damaged record counts as nothing.
@@ -323,21 +245,95 @@ class Repository:
             OptionError: The base is a delta or lossy; nothing was committed.
         """
         named = None if base is None else as_base(self.store, base, fidelity)
+        return self._write_manifest([(index, self.write_index(index))], named, fidelity)
+
+    def write_index(self, index: Index) -> bytes:
+        """Say that a rank's packs are durable: from now on any process may commit.
+
+        In a world of several ranks nothing of what the index lists may be removed any more, but
+        by retention after the commit or by a newer attempt.
+
+        Returns:
+            The bytes that it is stored as.
+        """
         data = dump_index(index)
         write_whole(self.store, index_name(index.at, index.rank), [data])
-        self.check_writer(index.at.attempt)
-        manifest = make_manifest([(index, data)], base=named, fidelity=fidelity)
-        name = manifest_name(index.at)
-        committed = parse_manifest(manifest, name)
-        write_whole(self.store, name, [manifest])
+        return data
+
+    def committed(self, at: CheckpointId) -> Manifest | None:
+        """The manifest of a checkpoint, ``None`` where there is none (any more), or none that is
+        whole: it follows from the indexes, so it can be written again.
+        """
+        name = manifest_name(at)
+        if is_there(self.store, at):
+            with suppress(ObjectNotFound, CorruptCheckpoint):
+                return parse_manifest(read_all(self.store, name), name)
+        return None
+
+    def missing_ranks(self, at: CheckpointId, world: int) -> dict[int, str]:
+        """What is missing of which rank before the checkpoint can be committed."""
+        return read_indexes(self.store, self.run, at, world, sizes_at(self.store, at))[1]
+
+    def try_commit(self, at: CheckpointId, world: int) -> Manifest | None:
+        """Commit a checkpoint if the indexes of all its ranks are there. Any process may, several
+        at once: the manifest is a pure function of the indexes.
+
+        Returns:
+            The manifest, written now or before; ``None`` while a rank is missing.
+
+        Raises:
+            SupersededWriter: A newer attempt has claimed the root; nothing was committed.
+            NoCheckpoint: The base is not there (any more); nothing was committed.
+            CorruptCheckpoint: The base is damaged, or not the same on all ranks; nothing was
+                committed.
+        """
+        found = self.committed(at)
+        if found is not None:
+            return found
+        sizes = sizes_at(self.store, at)
+        indexes, missing = read_indexes(self.store, self.run, at, world, sizes)
+        if missing:
+            return None
+        base, fidelity = standing_of([index for index, _ in indexes])
+        if base is not None and as_base(self.store, base.at, fidelity) != base:
+            raise CorruptCheckpoint(manifest_name(base.at), "it is another base than it was")
+        committed = self._write_manifest(indexes, base, fidelity)
+        if wrong_length(committed, sizes_at(self.store, at)) is not None:
+            # Committed by another and removed by its retention, after we had looked.
+            self.store.delete(manifest_name(at))
+            return None
+        return committed
+
+    def commit_whole(self) -> list[Manifest]:
+        """Commit what all ranks of the newest attempt stored and none committed before all of
+        their processes ended. What lacks a rank, or what it stands on, stays as it is.
+        """
+        done = []
+        for at, world in uncommitted(self.store, self.newest_attempt()):
+            try:
+                manifest = self.try_commit(at, world)
+            except RecoveryError as failure:
+                _log.warning("step %d stays uncommitted: %s", at.step, failure)
+            else:
+                done += [manifest] if manifest else []
+        return done
+
+    def _write_manifest(
+        self, indexes: Sequence[StoredIndex], base: Base | None, fidelity: str
+    ) -> Manifest:
+        at = indexes[0][0].at
+        self.check_writer(at.attempt)
+        data = make_manifest(indexes, base=base, fidelity=fidelity)
+        name = manifest_name(at)
+        committed = parse_manifest(data, name)
+        write_whole(self.store, name, [data])
         try:
-            self.check_writer(index.at.attempt)
+            self.check_writer(at.attempt)
         except SupersededWriter:
             # It may have taken our objects for left-overs before it could see the manifest.
-            sizes = {e.name: e.nbytes for e in self.store.list(step_folder(index.at.step))}
-            if wrong_length(committed, sizes) is not None:
-                raise
-            if base is not None and not self._is_there(base):
+            is_torn = wrong_length(committed, sizes_at(self.store, at)) is not None
+            if is_torn or not (base is None or is_there(self.store, base.at)):
+                self.store.delete(name)
                 raise
         return committed
 
@@ -379,8 +375,14 @@ class Repository:
             left, failure = delete_each(self.store, [manifest_name(at) for at in now])
             first = first or failure
             gone = [at for at in gone if manifest_name(at) not in left]
-            done = (at for at in now if manifest_name(at) not in left)
-            self._condemned += [o.name for at in done for o in listing.committed[at].objects]
+            for at in (at for at in now if manifest_name(at) not in left):
+                indexes = [stored.name for stored, _ in listing.committed[at].indexes]
+                packs = [stored.name for stored in listing.committed[at].packs]
+                if len(indexes) > 1:
+                    # At once: another rank that sees them all would commit it once more.
+                    indexes, failure = delete_each(self.store, indexes)
+                    first = first or failure
+                self._condemned += indexes + packs
         if first is not None:
             raise first
 
@@ -391,12 +393,21 @@ class Repository:
             self.store.delete(name)
         return names
 
-    def discard(self, at: CheckpointId) -> None:
-        """Remove every object of a checkpoint that could not be committed."""
+    def discard(self, at: CheckpointId, rank: int = 0, world: int = 1) -> None:
+        """Remove what a rank wrote of a checkpoint that could not be committed.
+
+        With several ranks only its own objects go, and none once its index is there whole: then
+        another may commit at any moment. What is left goes when a newer attempt is claimed.
+        """
         names = [e.name for e in self.store.list(step_folder(at.step))]
+        names = [name for name in names if same_checkpoint(name, at)]
+        if world > 1:
+            with suppress(CorruptCheckpoint):
+                if read_index(self.store, at, rank) is not None:
+                    return
+            names = [n for n in names if (p := parse_name(n)) is not None and p.rank == rank]
         for name in sorted(names, key=lambda n: n != manifest_name(at)):
-            if same_checkpoint(name, at):
-                self.store.delete(name)
+            self.store.delete(name)
 
     def finish(self) -> None:
         """Remove the objects of checkpoints whose manifests are gone."""

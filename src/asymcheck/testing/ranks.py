@@ -6,6 +6,7 @@ No wait is without a bound: of the world itself, of each collective in it, of it
 from __future__ import annotations
 
 import faulthandler
+import signal
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from time import monotonic
@@ -55,7 +56,9 @@ def run_ranks(
     store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
 
     def run(rank: int, say: Say) -> None:
-        faulthandler.dump_traceback_later(max(1.0, until_s - monotonic() - _LAST_WORDS_S))
+        # Not faulthandler's own timer: it would wait for that of the parent, which no fork has.
+        faulthandler.register(signal.SIGALRM, file=2)
+        signal.alarm(max(1, int(until_s - monotonic() - _LAST_WORDS_S)))
         torch.set_num_threads(1)
         client = dist.TCPStore("127.0.0.1", store.port, None, False, limit)
         dist.init_process_group("gloo", timeout=limit, store=client, rank=rank, world_size=world)

@@ -1,0 +1,157 @@
+"""The key-value store that the ranks of one training talk through, and nobody else does."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+from asymcheck.errors import CheckpointError, RankFailed
+from asymcheck.memory.host import read_text
+
+T = TypeVar("T")
+
+_SLACK_S = 2.0
+_CONNECT_S = 5.0
+
+
+class RankStore:
+    """The way to the store, which rank 0 holds: a thread that makes the calls, since none of theirs has a bound where
+    rank 0 is stopped or its network is gone. Nothing but short words; no collective.
+
+    Made by all ranks of the group at the same place: its address goes through one
+    ``broadcast_object_list``, bounded by the timeout of the group.
+
+    Args:
+        group: The process group, ``None`` for the default one.
+        timeout_s: How long a connection may take.
+
+    Raises:
+        RankFailed: Rank 0 could not make the store, or it cannot be reached.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        store = _open_store(group, dist.get_rank(group), timeout_s)
+        self._open = True
+        self._calls: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None]
+        self._calls = queue.SimpleQueue()
+        thread = threading.Thread(
+            target=self._run, args=(store,), name="asymcheck-ranks", daemon=True
+        )
+        thread.start()
+
+    def call(self, work: Callable[[Store], T], what: str, timeout_s: float) -> T:
+        """Make one call; blocks for at most ``timeout_s`` and a little.
+
+        Raises:
+            RankFailed: The store, and with it rank 0, does not answer.
+        """
+        if not self._open:
+            raise RankFailed((0,), f"{what}: words between ranks, which rank 0 holds, have ended")
+        done: Future[T] = Future()
+        self._calls.put((work, done))
+        try:
+            return done.result(timeout_s + _SLACK_S)
+        except TimeoutError:
+            self.close()
+            raise RankFailed(
+                (0,), f"{what}: rank 0, which holds the words between the ranks, does not answer"
+            ) from None
+        except RuntimeError as failure:  # of the connection
+            self.close()
+            raise RankFailed(
+                (0,), f"{what}: rank 0, which holds the words between the ranks, is gone: {failure}"
+            ) from failure
+
+    def close(self) -> None:
+        """No more calls."""
+        self._open = False
+        self._calls.put(None)
+
+    def _run(self, store: Store) -> None:
+        while (order := self._calls.get()) is not None:
+            work, done = order
+            try:
+                done.set_result(work(store))
+            except BaseException as failure:  # noqa: BLE001  it is the caller's to see
+                done.set_exception(failure)
+
+
+def _open_store(group: dist.ProcessGroup | None, rank: int, timeout_s: float) -> Store:
+    """Make the store on rank 0 and connect to it from the others."""
+    limit = timedelta(seconds=max(1.0, timeout_s))
+    told: list[dict[str, Any] | None] = [None]
+    store: Store | None = None
+    failure: Exception | None = None
+    if rank == 0:
+        try:
+            store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+            told = [{"port": store.port, "at": _addresses(), "word": uuid.uuid4().hex}]
+        except RuntimeError as bad:
+            failure = bad
+            told = [{"failed": spoken(bad)}]
+    dist.broadcast_object_list(told, 0 if group is None else dist.get_global_rank(group, 0), group)
+    found = told[0]
+    assert found is not None
+    if "failed" in found:
+        raise RankFailed(
+            (0,), f"start: rank 0 could not open a port for words between ranks: {found['failed']}"
+        ) from failure
+    if store is None:
+        store = _connect(found["at"], found["port"], limit)
+    # A word of its own, so that nobody else's keys are taken for ours.
+    return dist.PrefixStore(found["word"], store)
+
+
+def _connect(addresses: list[list[str]], port: int, limit: timedelta) -> Store:
+    tried = []
+    for host, address in addresses:
+        if host and host != host():
+            continue  # a loopback address is only for those on its host
+        try:
+            socket.create_connection((address, port), _CONNECT_S).close()
+            return dist.TCPStore(address, port, None, False, limit)
+        except (OSError, RuntimeError) as failure:
+            tried.append(f"{address}: {failure}")
+    raise RankFailed(
+        (0,),
+        f"start: rank 0 cannot be reached on port {port}: {'; '.join(tried)}. Ranks need to "
+        f"open a connection to the host of rank 0, as torch.distributed does",
+    )
+
+
+def _addresses() -> list[list[str]]:
+    """How to reach this host, best first: each with the host that it is good for, empty for all."""
+    names = {socket.gethostname(), socket.getfqdn()}
+    numbers = set()
+    with suppress(OSError):
+        numbers = {str(a[4][0]) for a in socket.getaddrinfo(socket.gethostname(), None)}
+    for family, far in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        # No packet is sent: the kernel only says from which address one would go.
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((far, 9))
+            numbers.add(str(probe.getsockname()[0]))
+    others = [a for a in [*sorted(names), *sorted(numbers)] if not a.startswith(("127.", "::1"))]
+    return [[host(), "127.0.0.1"], *(["", a] for a in others)]
+
+
+def host() -> str:
+    """Tells hosts apart, and containers in which a process has another number."""
+    boot = read_text("/proc/sys/kernel/random/boot_id").strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def spoken(failure: BaseException) -> str:
+    """A failure as other ranks are told of it."""
+    kind = type(failure).__name__
+    return f"{kind}: {failure}" if isinstance(failure, CheckpointError) else repr(failure)
