@@ -109,7 +109,7 @@ def _restored(root: Path, kind: str, world: int) -> list[object]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)
 
-            def exchange(what: str, mine: Any) -> list[Any]:  # noqa: ANN401
+            def exchange(what: str, mine: Any) -> list[Any]:
                 told: list[Any] = [None] * world
                 dist.all_gather_object(told, [what, mine])
                 assert {other for other, _ in told} == {what}

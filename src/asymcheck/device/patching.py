@@ -92,8 +92,8 @@ class PatchSink:
             for box, part in _parts(want, tuple(tensor.shape), view)
         ]
         self._runs = []
-        for box, at in boxes(have, tuple(shape)):
-            box = _ordered(box, order)
+        for natural, at in boxes(have, tuple(shape)):
+            box = _ordered(natural, order)
             spans = [_span(box, at, common) for b, _ in self._live if (common := _meet(box, b))]
             if spans:
                 self._runs.append(_Run(box, at, tuple(spans)))
