@@ -131,4 +131,4 @@ def samples_of(sources: Sequence[Source]) -> dict[str, str]:
 def _sample(tensor: torch.Tensor) -> str:
     flat = local(tensor).detach().resolve_conj().resolve_neg().reshape(-1)
     some = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous()
-    return xxhash.xxh3_64_hexdigest(as_bytes(some).cpu().numpy())
+    return xxhash.xxh3_64_hexdigest(as_bytes(some).cpu().numpy().tobytes())
