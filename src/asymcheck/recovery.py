@@ -112,7 +112,8 @@ def restore(
             had saved.
         world: How many ranks restore.
         on_world_change: What becomes of that where another number had saved.
-        exchange: ``Ranks.exchange``, with more than one rank; what it raises goes on.
+        exchange: ``Ranks.exchange``, with more than one rank; what it raises goes on. Without
+            it this rank asks no other.
 
     Raises:
         NoCheckpoint: There is none (of that step).
@@ -121,7 +122,7 @@ def restore(
         IncompatibleCheckpoint: It does not match, on this rank or on another; nothing was changed.
     """
     start_s = perf_counter()
-    ranks = _Ranks(rank, world, exchange or _alone)
+    ranks = _Ranks(rank, world, exchange)
     torn = False
     looks = 0
     candidates, skipped = ranks.look(repository, step)
@@ -208,10 +209,10 @@ class _Found:
 class _Ranks:
     """The ranks that restore together, and come to the same decisions."""
 
-    def __init__(self, rank: int, world: int, exchange: Exchange) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, world: int, exchange: Exchange | None) -> None:
+        self._leads = rank == 0 or exchange is None
         self._world = world
-        self._exchange = exchange
+        self._exchange = exchange or _alone
 
     def look(
         self, repository: Repository, step: int | None
@@ -219,7 +220,7 @@ class _Ranks:
         """What rank 0 sees; see ``_look``."""
         own: CheckpointError | None = None
         said: dict[str, Any] = {}
-        if self._rank == 0:
+        if self._leads:
             try:
                 candidates, damaged = _look(repository, step)
                 said = {"candidates": candidates, "damaged": damaged}
@@ -229,8 +230,8 @@ class _Ranks:
         first = self._exchange("checkpoints to restore", said)[0]
         if "failed" in first:
             if own is None:
-                kind = NoCheckpoint if first["none"] else StoreError
-                own = kind(f"rank 0: {first['failed']}")
+                why = f"rank 0: {first['failed']}"
+                own = NoCheckpoint(why) if first["none"] else StoreError(why, retryable=False)
             raise own
         return (
             [CheckpointId(*at) for at in first["candidates"]],
@@ -383,11 +384,13 @@ class _Loading:
         try:
             problems = plan.finish()
         except Exception as failure:  # noqa: BLE001  the caller raises it, on all ranks
-            return _Found(_WRONG, f"putting it back raised {failure!r}", True, failure)  # noqa: FBT003
+            return _Found(_WRONG, f"putting it back raised {failure!r}", touched=True, own=failure)
         self.report = self._report(plan, problems)
         left = [*self.report.missing_keys, *(key for key, _, _ in self.report.mismatched)]
         if torn and left:
-            why = f"a newer, damaged one had been read into {left[0]!r}, which this one does not hold"
+            why = (
+                f"a newer, damaged one had been read into {left[0]!r}, which this one does not hold"
+            )
             return _Found(_WRONG, why, touched=True)
         return _Found(_WELL, touched=True)
 

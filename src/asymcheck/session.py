@@ -132,8 +132,7 @@ class Checkpointer(RootWriter):
             if trace is not None and not self._read_only and self._ranks.rank == 0:
                 path = options.a_file("trace", trace)
                 self._sink = self._tracer = Tracer(path, self._sink, self._strategy)
-            waits = self._strategy.persist == "before"
-            self._outcomes = Outcomes(on_error, waits, self._timekeeper, self._tracer)
+            self._outcomes = Outcomes(on_error, self._timekeeper, self._tracer)
             self._store = options.as_store(root)
             self._persist = who_persists(persist, root, self._store)
             rank, world = self._ranks.rank, self._ranks.world

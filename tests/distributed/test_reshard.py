@@ -85,7 +85,11 @@ def _hashes(live: dict[str, Any]) -> dict[str, str]:
 def _save(root: Path, kind: str, world: int) -> dict[str, str]:
     def work(rank: int, say: Say) -> None:
         live = _make(kind, world, seed=1)
-        _train(live, 2)
+        _train(live, 1)
+        before = {p: p._version for p in live["model"].parameters()}
+        _train(live, 1)
+        # What the optimizer holds tells of its updates: a capture watches that.
+        assert all(p._version > version for p, version in before.items())
         repository = open_repository(LocalStore(root))
         at = CheckpointId(1, 2)
         index = index_of(repository, at, State(live, rank=rank, world=world), rank, world)
@@ -109,7 +113,7 @@ def _restored(root: Path, kind: str, world: int) -> list[object]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)
 
-            def exchange(what: str, mine: Any) -> list[Any]:  # noqa: ANN401
+            def exchange(what: str, mine: Any) -> list[Any]:
                 told: list[Any] = [None] * world
                 dist.all_gather_object(told, [what, mine])
                 assert {other for other, _ in told} == {what}

@@ -352,5 +352,6 @@ def _numpy_source(key: str, array: np.ndarray[Any, Any]) -> tuple[Source, object
 
 
 def numpy_identity(array: np.ndarray[Any, Any]) -> tuple[object, ...]:
+    """Equal for two arrays that are the same view of the same memory."""
     address = array.__array_interface__["data"][0]
     return (address, array.shape, array.strides, array.dtype.str)

@@ -1,4 +1,4 @@
-"""Where stored leaves go: whole ones and pieces of a whole, into live memory where there is some."""
+"""Where stored leaves and pieces of wholes go: into live memory where there is some."""
 
 from __future__ import annotations
 
