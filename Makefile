@@ -18,8 +18,8 @@ test-extra: $(RIVALS)
 	$(BIN)/pytest -m "extra and not slow"
 
 check: $(STAMP)
-	$(BIN)/ruff format --check src tests
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pytest -q -n 2 tests/unit tests/docs -m "not slow and not extra"
@@ -38,8 +38,8 @@ gpu: $(STAMP)
 	$(BIN)/asymlab gpu --out "$(OUT)"
 
 format: $(STAMP)
-	$(BIN)/ruff format src tests
-	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests examples
+	$(BIN)/ruff check --fix src tests examples
 
 # torch first: an index may offer a build with GPU libraries of several GB to a plain range.
 # A half-made environment (Debian without python3-venv leaves one) has no pip: it is made anew.

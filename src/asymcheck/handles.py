@@ -54,7 +54,8 @@ class SaveReport:
         raw_bytes: Bytes captured.
         eager_bytes: Of them copied at the boundary, on the training thread.
         stored_bytes: Bytes written.
-        step_stall_s: Seconds that ``step()`` or ``save()`` took.
+        step_stall_s: Seconds that ``step()`` or ``save()`` took: with ``persist="before"`` until it
+            was durable.
         fence_stall_s: Seconds that the next update waited for the copy.
         copy_s: Seconds of copying behind the training.
         persist_s: Seconds of hashing, writing and committing, waits included.
@@ -71,6 +72,7 @@ class SaveReport:
             ``Placement`` says. What is in memory has nothing stored and nothing persisted; its
             ``durable_s`` and ``lag_steps`` are those of that tier.
         capture: How it was captured; see ``Strategy``.
+        is_trial: Whether it was captured to see what that way costs; no cadence learns from it.
     """
 
     step: int
@@ -93,6 +95,7 @@ class SaveReport:
     base: int = 0
     tier: Tier = "store"
     capture: How = "lazy"
+    is_trial: bool = False
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class Active:
         is_compared: Whether the versions were compared.
         step_stall_s: See ``SaveReport``.
         fence_stall_s: See ``SaveReport``.
+        is_trial: See ``SaveReport``.
         dropped: Why it was.
     """
 
@@ -59,6 +60,7 @@ class Active:
     is_compared: bool = False
     step_stall_s: float = 0.0
     fence_stall_s: float = 0.0
+    is_trial: bool = False
     dropped: DroppedCheckpoint | None = None
 
     @property
@@ -75,6 +77,7 @@ class Keeper:
         arena: Gets the slots back.
         persister: Takes what goes to the store.
         tracer: Is told of what became durable.
+        waits: Whether training waits until a checkpoint is durable.
         keeps_nameless: Whether memory without a name is as good as the store, which ends with
             this process too.
         warn: Told, once, that nothing can be kept in memory.
@@ -90,6 +93,7 @@ class Keeper:
         persister: Persister,
         tracer: Tracer | None,
         *,
+        waits: bool,
         keeps_nameless: bool,
         warn: Callable[[str], None],
     ) -> None:
@@ -97,6 +101,7 @@ class Keeper:
         self._arena = arena
         self._persister = persister
         self._tracer = tracer
+        self._waits = waits
         self._keeps_nameless = keeps_nameless
         self._warn = warn
         self._has_warned = False
@@ -123,8 +128,15 @@ class Keeper:
         active.users = {"copy", "memory", "persister"} if active.to_store else {"copy", "memory"}
 
     def start(self, active: Active) -> None:
-        """It is about to be copied: from now on somebody will settle it."""
+        """It is about to be copied: from now on somebody will settle it.
+
+        What goes to the store is followed by the persister as soon as its slot is being filled.
+        That was decided at the boundary: what is small is whole already, and may be on its way to
+        the store before the copying thread has seen it.
+        """
         self._newest = active
+        if "persister" in active.users:
+            active.copy.before = lambda: self._submit(active, active.handle)
 
     def make_way(self) -> None:
         """Keep nothing in memory any more: what is there alone goes to the persister now."""
@@ -185,11 +197,6 @@ class Keeper:
         self._stored_step, self._stored_s = step, monotonic()
 
     # --- on the copying thread, but for what is whole at its boundary -------
-
-    def begin(self, active: Active) -> None:
-        """Its slot is being filled: the persister follows."""
-        if "persister" in active.users:
-            self._submit(active, active.handle)
 
     def check(self, active: Active) -> None:
         """Before it takes the place of the newest whole one: is it? Nobody else will look.
@@ -257,13 +264,16 @@ class Keeper:
         handle.durable.set_result(report)
 
     def _completed(self, active: Active, found: Durable) -> SaveReport:
-        report = report_of(found, active.eager_bytes, active.step_stall_s, active.how)
+        # Who waits for all of it waits for the copy too, and no update does.
+        step_stall_s = found.durable_s if self._waits else active.step_stall_s
+        report = report_of(found, active.eager_bytes, step_stall_s, active.how)
         return replace(
             report,
-            fence_stall_s=active.fence_stall_s,
+            fence_stall_s=0.0 if self._waits else active.fence_stall_s,
             copy_s=active.copy.duration_s,
             cpu_s=report.cpu_s + active.copy.cpu_s,
             lag_steps=max(0, self.latest_step - report.step),
+            is_trial=active.is_trial,
         )
 
     def _report(self, active: Active) -> SaveReport:

@@ -29,7 +29,6 @@ class Outcomes:
 
     Args:
         on_error: Whether a failure is raised or warned of.
-        waited: Whether training waits until a save is durable.
         timekeeper: Is told what durable ones took.
         tracer: Its complaints are told too.
     """
@@ -37,12 +36,10 @@ class Outcomes:
     def __init__(
         self,
         on_error: Literal["raise", "warn"],
-        waited: bool,
         timekeeper: Timekeeper,
         tracer: Tracer | None,
     ) -> None:
         self._on_error = on_error
-        self._waited = waited
         self._timekeeper = timekeeper
         self._tracer = tracer
         self.pending: list[Handle] = []
@@ -76,7 +73,7 @@ class Outcomes:
                 if handle.step not in known:
                     failures.append(failure)
             else:
-                self._timekeeper.note_durable(handle.durable.result(), waited=self._waited)
+                self._timekeeper.note_durable(handle.durable.result())
                 if captures is not None:
                     captures.note_success()
         for message in said:

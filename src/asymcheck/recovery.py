@@ -229,8 +229,8 @@ class _Ranks:
         first = self._exchange("checkpoints to restore", said)[0]
         if "failed" in first:
             if own is None:
-                kind = NoCheckpoint if first["none"] else StoreError
-                own = kind(f"rank 0: {first['failed']}")
+                why = f"rank 0: {first['failed']}"
+                own = NoCheckpoint(why) if first["none"] else StoreError(why, retryable=False)
             raise own
         return (
             [CheckpointId(*at) for at in first["candidates"]],
@@ -383,11 +383,13 @@ class _Loading:
         try:
             problems = plan.finish()
         except Exception as failure:  # noqa: BLE001  the caller raises it, on all ranks
-            return _Found(_WRONG, f"putting it back raised {failure!r}", True, failure)  # noqa: FBT003
+            return _Found(_WRONG, f"putting it back raised {failure!r}", touched=True, own=failure)
         self.report = self._report(plan, problems)
         left = [*self.report.missing_keys, *(key for key, _, _ in self.report.mismatched)]
         if torn and left:
-            why = f"a newer, damaged one had been read into {left[0]!r}, which this one does not hold"
+            why = (
+                f"a newer, damaged one had been read into {left[0]!r}, which this one does not hold"
+            )
             return _Found(_WRONG, why, touched=True)
         return _Found(_WELL, touched=True)
 

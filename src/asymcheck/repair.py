@@ -41,6 +41,7 @@ from asymcheck.storage.repository import Repository
 
 _POLL_S = 0.05
 _CLOCK_SLACK_S = 2.0
+_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Remnant:
         slot: The slot.
         run: Its run.
         trainer: Process number of the trainer.
-        nbytes: What it takes of memory.
+        nbytes: What it takes of memory; less than its size where a ring gave pages back.
         at: The checkpoint that it holds or was to hold, where it says so.
         created_s: Wall-clock time of that checkpoint.
     """
@@ -74,7 +75,7 @@ def remnants(run: str | None = None, directory: Path = SHARED_MEMORY) -> list[Re
     found = []
     for left in left_over(run, directory):
         with suppress(OSError):
-            nbytes = left.path.stat().st_size
+            nbytes = left.path.stat().st_blocks * _BLOCK_BYTES
             at, created_s = _content(left.path)
             found.append(
                 Remnant(left, run_of(left.path), owner_of(left.path), nbytes, at, created_s)

@@ -22,6 +22,7 @@ from asymcheck.errors import (
 )
 from asymcheck.events import Sink, discard, guarded
 from asymcheck.handles import Handle, SaveReport
+from asymcheck.integrations.deepspeed.engine import adopt_engines
 from asymcheck.outcomes import Outcomes
 from asymcheck.persister import who_persists
 from asymcheck.planning.cadence import Cadence, Never
@@ -132,13 +133,12 @@ class Checkpointer(RootWriter):
             if trace is not None and not self._read_only and self._ranks.rank == 0:
                 path = options.a_file("trace", trace)
                 self._sink = self._tracer = Tracer(path, self._sink, self._strategy)
-            waits = self._strategy.persist == "before"
-            self._outcomes = Outcomes(on_error, waits, self._timekeeper, self._tracer)
+            self._outcomes = Outcomes(on_error, self._timekeeper, self._tracer)
             self._store = options.as_store(root)
             self._persist = who_persists(persist, root, self._store)
-            objects = options.named_objects(state)
-            names = options.names_of("replicated", replicated, objects)
             rank, world = self._ranks.rank, self._ranks.world
+            objects = adopt_engines(options.named_objects(state), rank, world)
+            names = options.names_of("replicated", replicated, objects)
             self._state = State(objects, rank=rank, world=world, replicated=names)
         self._open_root()
         self._torn = False

@@ -48,6 +48,7 @@ from asymcheck.planning.layout import MiB
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.selection import RAW
 from asymcheck.planning.strategies import Strategy
+from asymcheck.planning.variants import Variant
 from asymcheck.storage.repository import Repository
 from asymcheck.tracing import Tracer
 
@@ -109,6 +110,7 @@ class Snapshotter:
             arena,
             persister,
             tracer,
+            waits=strategy.persist == "before",
             keeps_nameless=is_own_memory(repository.store),
             warn=_warn,
         )
@@ -297,13 +299,15 @@ class Snapshotter:
             copy = LazyCopy(step, slot, frozen or placed, canaries, self._pinning, pace)
             if waits and lazy and frozen is None:
                 copy.fence_timer = self._freezer.time_fence(copy.devices)
+            variant: Variant = "device-copy" if frozen else "lazy"
             active = Active(
                 copy,
                 described,
                 self._handle(step),
-                "blocking" if blocking else "device-copy" if frozen else "lazy",
+                "blocking" if blocking else variant,
                 eager_bytes=placed.at.eager_bytes,
                 canaries=bytes(slot.canaries) if blocking else b"",
+                is_trial=waits and lazy and self._freezer.is_trial(variant),
             )
             self._keeper.place(active)
         except BaseException:
@@ -324,7 +328,6 @@ class Snapshotter:
     def _start(self, active: Active, *, watched: bool) -> None:
         """Hand the slot to the copying thread, and there to the persister, no Ctrl-C between."""
         copy = active.copy
-        copy.before = lambda: self._keeper.begin(active)
         try:
             self._keeper.start(active)
             self._active = active if watched else None

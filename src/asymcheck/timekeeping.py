@@ -76,14 +76,13 @@ class Timekeeper:
         self._last_save_s = self._clock()
         self._saved = True
 
-    def note_durable(self, report: SaveReport, *, waited: bool) -> None:
+    def note_durable(self, report: SaveReport) -> None:
         """A save is durable.
 
         Args:
-            report: What it took.
-            waited: Whether training waited for all of it.
+            report: What it took. What was captured only to see how says nothing of those to come.
         """
-        step_stall_s = report.durable_s if waited else report.step_stall_s
-        self._schedule.observe_save(
-            SaveCost(step_stall_s, report.fence_stall_s if not waited else 0.0, report.durable_s)
-        )
+        if not report.is_trial:
+            self._schedule.observe_save(
+                SaveCost(report.step_stall_s, report.fence_stall_s, report.durable_s)
+            )

@@ -463,7 +463,7 @@ def _build(kind: Callable[..., T], told: Mapping[str, Any], **given: Any) -> T: 
         if name in told and name not in given:
             if get_origin(hint) is Literal:
                 given[name] = _one_of(told[name], get_args(hint))
-            elif hint in (int, float, str):
+            elif hint in (int, float, str, bool):
                 given[name] = _plain(told[name], hint)
     return kind(**given)
 
@@ -478,9 +478,9 @@ def _maybe(value: Any) -> Any:  # noqa: ANN401
 
 
 def _plain(value: Any, kind: type) -> Any:  # noqa: ANN401
-    """A text or a number of the kind that is expected."""
-    if kind is str:
-        fits = isinstance(value, str)
+    """A text, a number or a truth of the kind that is expected."""
+    if kind in (str, bool):
+        fits = isinstance(value, kind)
     else:
         is_number = isinstance(value, int | (float if kind is float else int))
         fits = is_number and not isinstance(value, bool)

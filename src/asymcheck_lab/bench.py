@@ -148,9 +148,7 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> list[dict[st
     return records
 
 
-def prepare(
-    folder: Path, results: Path, read: Callable[[Path], list[dict[str, Any]]]
-) -> tuple[int, ...]:
+def prepare(folder: Path, results: Path, read: Callable[[Path], object]) -> tuple[int, ...]:
     """Make sure that runs can be made and recorded; returns the cores that they stay on.
 
     Args:
@@ -162,7 +160,7 @@ def prepare(
         UsageError: The results cannot be appended to.
         LabError: The medium failed.
     """
-    if results.exists():
+    if results.exists() and results.stat().st_size:
         read(results)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -271,8 +271,8 @@ class _Run:
 
     def _checkpoint(self, step: int, boundary_s: float) -> dict[str, Any]:
         at_s = self.system.durable_s.get(step)
-        # A strategy may give a checkpoint up, where another one is under way or newer.
-        if at_s is None and self._rival.kind == "rival":
+        skipped = step in self.system.skipped
+        if at_s is None and not skipped and self._rival.kind != "none":
             raise RunError(f"step {step}: never became durable with {self._spec.system}")
         later = (
             [] if at_s is None else [n for n, s in self._ended_s.items() if n > step and s <= at_s]
@@ -282,6 +282,7 @@ class _Run:
             "blocked_s": self._watch.blocked_s.get(step, 0.0),
             "durable_s": None if at_s is None else at_s - boundary_s,
             "lag_steps": None if at_s is None else len(later),
+            "skipped": skipped,
         }
 
     def _step(self, step: int, due: bool, boundaries: dict[int, float]) -> None:
@@ -332,7 +333,7 @@ class _Run:
         """Save once more, load that into a fresh model and optimizer, and compare.
 
         Raises:
-            RunError: It never became durable.
+            RunError: It was skipped or never became durable.
         """
         from asymcheck_lab.bench_check import (
             PAGE_CACHE,
@@ -347,6 +348,11 @@ class _Run:
         step = spec.first_counted + spec.steps
         self._step(step, True, {})
         self.system.drain()
+        if step in self.system.skipped:
+            raise RunError(
+                f"step {step}: {spec.system} skipped the checkpoint that was to be loaded back: "
+                f"earlier ones were still under way"
+            )
         if step not in self.system.durable_s:
             raise RunError(f"step {step}: never became durable with {spec.system}")
         saved = fingerprint_of(self._workload)

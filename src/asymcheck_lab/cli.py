@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ ThreadsOption = Annotated[
 
 @app.command()
 def train(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="gpt2, bert, roberta, bloom, resnet, vit")] = "gpt2",
     size: Annotated[
         str | None,
@@ -101,6 +103,17 @@ def train(
         int, typer.Option(min=0, help="Steps between evaluations; 0: at the end only")
     ] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda")] = "cpu",
+    parallel: Annotated[
+        str,
+        typer.Option(help="How ranks share the model: none, ddp, fsdp2, zero1, zero2, zero3"),
+    ] = "none",
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks to start on this host [default: one for each GPU, or 2]"),
+    ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(help="Hosts to start ranks on by ssh, NAME slots=N a line")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors and warnings only")] = False,
 ) -> None:
     """Train a model on real data. Start the same command again, and it goes on where it was."""
@@ -109,14 +122,22 @@ def train(
         # One for each, so that one model does not go on from the checkpoints of another.
         run = run or Path("runs") / "-".join([model, Path(size).stem, *([task] if task else [])])
         from asymcheck.planning.strategies import resolve
+        from asymcheck_lab.cli_launch import hosts_of, said_again
+        from asymcheck_lab.launch import launch
+        from asymcheck_lab.parallel import find_parallel
         from asymcheck_lab.presets import load_preset, task_of
 
         # What can be refused at once is refused before torch and transformers load.
         load_preset(model, size)
         task_of(model, task)
         resolve(strategy)
+        find_parallel(parallel)
         if root is not None and not checkpoints:
             raise UsageError("root: expected none with --no-checkpoints, found one")
+        hosts = hosts_of(parallel, device, ranks, hostfile)
+        if hosts:
+            code = launch(hosts, said_again(context, without=("ranks", "hostfile")))
+            raise typer.Exit(code)
 
         from asymcheck_lab.train import TrainOptions
         from asymcheck_lab.train import train as run_training
@@ -144,10 +165,11 @@ def train(
             workers=workers,
             evaluate_every=evaluate_every,
             device=device,
+            parallel=parallel,
         )
         from asymcheck_lab.report import TrainingBar, show_training
 
-        console = Console(quiet=quiet)
+        console = Console(quiet=quiet or os.environ.get("RANK", "0") != "0")
         with _readable_warnings(), TrainingBar(console, steps) as bar:
             ended = run_training(options, bar)
         show_training(console, options, ended)

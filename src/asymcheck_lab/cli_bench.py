@@ -205,15 +205,15 @@ def _compare(
 ) -> None:
     from rich.console import Console
 
-    from asymcheck_lab.bench import QUICK_SYSTEMS, newest_session
+    from asymcheck_lab.bench import QUICK_SYSTEMS
     from asymcheck_lab.bench_report import write_into
     from asymcheck_lab.compare import (
         CompareOptions,
         chosen_names,
         chosen_numbers,
-        read_compare,
         run_compare,
     )
+    from asymcheck_lab.compare_records import read_compare, run_of
     from asymcheck_lab.compare_report import render, show
     from asymcheck_lab.presets import TASKS
     from asymcheck_lab.rivals import RIVALS
@@ -228,13 +228,16 @@ def _compare(
         **given,
     )
     if report_only:
-        records = newest_session(read_compare(results))
+        runs = read_compare(results)
+        failed = False  # then it was said
     else:
         records = run_compare(options, lambda line: typer.echo(line, err=True))
-    show(Console(), records)
+        runs = [run_of(record) for record in records]
+        failed = any(run.error for run in runs)
+    show(Console(), runs)
     if docs is not None:
-        write_into(docs, render(records))
-    if any(record.get("error") for record in records):
+        write_into(docs, render(read_compare(results)))
+    if failed:
         raise typer.Exit(1)
 
 

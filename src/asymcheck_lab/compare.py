@@ -20,18 +20,17 @@ from asymcheck_lab.bench import (
     describe_session,
     order_of,
     prepare,
-    read_records,
     refuse_unknown,
     warm_memory,
 )
 from asymcheck_lab.bench_child import RunServer, run_root
 from asymcheck_lab.bench_run import RunSpec
 from asymcheck_lab.bench_work import sizes_to_compare
-from asymcheck_lab.errors import DataError, RunError, UsageError
+from asymcheck_lab.compare_records import SCHEMA, read_compare
+from asymcheck_lab.errors import RunError, UsageError
 from asymcheck_lab.presets import TASKS
 from asymcheck_lab.rivals import RIVALS, Rival
 
-SCHEMA = 2
 DISK = "disk"
 ALL = "all"
 _UNITS = {"kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
@@ -299,76 +298,6 @@ def in_short(record: Mapping[str, Any]) -> str:
         blocked_s = sum(c["blocked_s"] for c in record["checkpoints"]) / len(record["checkpoints"])
         exact = "exact" if record["bit_exact"] else "not exact"
         text += f", blocked {1000 * blocked_s:.1f} ms per checkpoint, {exact}"
+        skipped = sum(c["skipped"] for c in record["checkpoints"])
+        text += f", {skipped} skipped: others were under way" if skipped else ""
     return text
-
-
-# --- records ----------------------------------------------------------------
-
-_ALWAYS: Mapping[str, type | tuple[type, ...]] = {
-    "session": str,
-    "machine": dict,
-    "versions": dict,
-    "commit_is_clean": bool,
-    "command": str,
-    "model": str,
-    "size": str,
-    "every": int,
-    "store": str,
-    "steps": int,
-    "warmup": int,
-    "system": str,
-    "title": str,
-    "kind": str,
-    "library": str,
-    "omits": str,
-    "syncs": str,
-    "ranked": bool,
-    "why_unranked": str,
-    "round": int,
-    "position": int,
-}
-_MEASURED: Mapping[str, type | tuple[type, ...]] = {
-    "state_bytes": int,
-    "saved_bytes": int,
-    "step_s": list,
-    "loop_s": float,
-    "whole_s": float,
-    "checkpoints": list,
-    "first_checkpoint": dict,
-    "disk_bytes": int,
-    "restore_s": (float, type(None)),
-    "bit_exact": (bool, type(None)),
-    "max_error": (float, type(None)),
-    "peak_bytes": int,
-    "background_cpu_s": float,
-    "training_cpu_s": float,
-    "steal_s": float,
-    "details": dict,
-}
-
-
-def read_compare(path: Path) -> list[dict[str, Any]]:
-    """Every record of a results file, in order.
-
-    Raises:
-        DataError: It cannot be read, or holds something else; names line and field.
-    """
-    records = read_records(path, None, schema=SCHEMA)
-    for number, record in enumerate(records, start=1):
-        fields = dict(_ALWAYS)
-        if not (record.get("error") or record.get("absent")):
-            fields |= _MEASURED
-        for name, kind in fields.items():
-            if name not in record or not isinstance(record[name], kind):
-                found = repr(record[name])[:80] if name in record else "none"
-                raise DataError(
-                    f"{path}, line {number}: {name}",
-                    expected=_kind_text(kind),
-                    found=found,
-                )
-    return records
-
-
-def _kind_text(kind: type | tuple[type, ...]) -> str:
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    return " or ".join("null" if k is type(None) else k.__name__ for k in kinds)

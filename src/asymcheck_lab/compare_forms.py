@@ -8,6 +8,7 @@ that was measured alone, and what encoding took and left is what the library rep
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from asymcheck.errors import nearest
 from asymcheck.planning.closed_forms import Mechanism, Steady, Work, how_long, steady_state
+from asymcheck.planning.layout import CHUNK_BYTES
 from asymcheck.planning.strategies import Strategy, resolve, strategies
 from asymcheck_lab.bench import append_record, describe_session, prepare, read_records
 from asymcheck_lab.bench_child import measure_in_child, run_root
@@ -164,29 +166,48 @@ _CAPTURES: Mapping[str, Sequence[Capture]] = {
 """What the closed forms call a strategy's capture; of several it takes the cheaper."""
 
 
-def mechanisms_of(strategy: Strategy) -> list[Mechanism]:
+def mechanisms_of(strategy: Strategy, raw_bytes: float) -> list[Mechanism]:
     """What the closed forms call a strategy; several where it chooses by measuring.
 
     An image is handed on as a whole, in one piece: its copy is over before any of it is encoded.
+    Through a ring that is smaller than the image it goes chunk by chunk.
+
+    Args:
+        strategy: How it is done.
+        raw_bytes: Of its images.
+
+    Raises:
+        OptionError: The forms know no ring that is so small, or holds back a copy of that kind.
     """
+    ring_pieces = _ring_of(strategy, raw_bytes)
     return [
         Mechanism(
             capture=capture,
             persist=strategy.persist,
             max_in_flight=strategy.admission.max_in_flight,
+            pieces=1 if ring_pieces is None else math.ceil(raw_bytes / CHUNK_BYTES),
+            ring_pieces=ring_pieces,
         )
         for capture in _CAPTURES[strategy.capture]
     ]
 
 
+def _ring_of(strategy: Strategy, raw_bytes: float) -> int | None:
+    """Chunks that fit into a ring which is smaller than the image, else ``None``."""
+    ring_bytes = strategy.admission.ring_bytes
+    return None if ring_bytes is None or ring_bytes >= raw_bytes else ring_bytes // CHUNK_BYTES
+
+
 def work_of(strategy: Strategy, record: Mapping[str, Any]) -> Work:
     """Times of a measurement where nothing else is done, as the closed forms want them.
 
-    A blocking copy takes what a plain copy takes; a lazy one what its plan makes of it. While a
+    A blocking copy takes what a plain copy takes; a lazy one what its plan makes of it, but through
+    a ring, where the library's figure holds the waits for room that are to be found. While a
     batch is written the next is encoded, but for square-root batches: those of a few megabytes
     hold all chunks, and are written when all is encoded. So encoding and writing are one stage.
     """
     plain_s: float = record["copy_s"]
+    as_plain = strategy.capture == "blocking" or _ring_of(strategy, record["raw_bytes"]) is not None
     stages = Work(
         step_s=record["step_s"],
         window_s=min(record["window_s"], record["step_s"]),
@@ -197,7 +218,7 @@ def work_of(strategy: Strategy, record: Mapping[str, Any]) -> Work:
     pieces = 1 if strategy.batching == "square-root" else max(1, record["batches"])
     return replace(
         stages,
-        copy_s=plain_s if strategy.capture == "blocking" else record["library_copy_s"],
+        copy_s=plain_s if as_plain else record["library_copy_s"],
         write_s=how_long(stages, Mechanism(pieces=pieces)),
         encode_s=0.0,
         device_s=plain_s,  # without a device both are copies in memory
@@ -208,7 +229,8 @@ def predicted(record: Mapping[str, Any]) -> Steady:
     """What the closed form makes of a measurement's times."""
     strategy = resolve(record["strategy"])
     work = work_of(strategy, record)
-    found = [steady_state(work, how, record["every"]) for how in mechanisms_of(strategy)]
+    hows = mechanisms_of(strategy, record["raw_bytes"])
+    found = [steady_state(work, how, record["every"]) for how in hows]
     return min(found, key=lambda steady: steady.stall_s)
 
 

@@ -2,53 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from asymcheck_lab.bench_stats import Estimate
-from asymcheck_lab.compare_stats import CellRows, Row, summarize_cells
+from asymcheck_lab.compare_records import Machine, Run
+from asymcheck_lab.compare_stats import COLUMNS, CellRows, Column, Row, cells_of
 from asymcheck_lab.errors import DataError
-from asymcheck_lab.record import measured_when
 
 _NONE = "–"
-
-
-Text = Callable[[Estimate | None], str]
-
-
-def _shown(factor: float, form: str, *, brief: bool) -> Text:
-    """Median and interval, each times ``factor``; of one round there is no interval."""
-
-    def text(found: Estimate | None) -> str:
-        if found is None:
-            return _NONE
-        middle, low, high = (
-            format(factor * v, form) for v in (found.median, found.low, found.high)
-        )
-        return middle if brief or found.count == 1 else f"{middle} ({low} to {high})"
-
-    return text
-
-
-def _durable(row: Row, text: Text) -> str:
-    lost, due = row.given_up
-    return text(row.durable_s) + (f", {due - lost} of {due}" if lost else "")
-
-
-def _saved(row: Row) -> str:
-    if not row.state_bytes or row.record["kind"] == "none":
-        return _NONE
-    return f"{row.saved_bytes / 1e6:.2f}"
-
-
-def _exact(row: Row) -> str:
-    if row.bit_exact is None:
-        return _NONE
-    return "yes" if row.bit_exact else f"no, {row.max_error:.1e}"
 
 
 def lines_of(found: CellRows, *, brief: bool = False) -> tuple[list[str], list[list[str]]]:
@@ -58,65 +22,75 @@ def lines_of(found: CellRows, *, brief: bool = False) -> tuple[list[str], list[l
         found: The cell.
         brief: For a terminal: medians alone, names for titles.
     """
+    heads = ["system", *(f"{c.title}, {c.unit}" for c in COLUMNS), "exact", "does not save"]
+    rows = [
+        [
+            _name(row, brief=brief),
+            *(_figure(row, column, brief=brief) for column in COLUMNS),
+            row.exact,
+            row.omits or _NONE,
+        ]
+        for row in found.rows
+    ]
+    return heads, rows
 
-    def shown(factor: float, form: str) -> Text:
-        return _shown(factor, form, brief=brief)
 
-    percent, ms, seconds = shown(100, "+.1f"), shown(1000, ".1f"), shown(1, ".3f")
-    mb, more_mb, steps = shown(1e-6, ".2f"), shown(1e-6, "+.1f"), shown(1, ".0f")
-    columns: Mapping[str, Callable[[Row], str]] = {
-        "system": lambda row: _name(row, brief=brief),
-        "slower, %": lambda row: percent(row.slowdown),
-        "stall p50, ms": lambda row: ms(row.stall_s),
-        "p99, ms": lambda row: _NONE if row.stall_p99_s is None else f"{1e3 * row.stall_p99_s:.1f}",
-        "durable p50, s": lambda row: _durable(row, seconds),
-        "lag, steps": lambda row: steps(row.lag_steps),
-        "saves, MB": _saved,
-        "on disk, MB": lambda row: mb(row.disk_bytes),
-        "restore, s": lambda row: seconds(row.restore_s),
-        "memory, MB": lambda row: more_mb(row.peak_bytes),
-        "exact": _exact,
-        "does not save": lambda row: row.missing or _NONE,
-    }
-    rows = [row for row in found.rows if row.runs]
-    return list(columns), [[text(row) for text in columns.values()] for row in rows]
+def _name(row: Row, *, brief: bool) -> str:
+    unranked = row.run.kind != "none" and row.why_unranked
+    return (row.run.system if brief else row.run.title) + (" (not ranked)" if unranked else "")
+
+
+def _figure(row: Row, column: Column, *, brief: bool) -> str:
+    """Median, interval and note; of one round there is no interval."""
+    value = row.values.get(column.key)
+    if value is None:
+        return _NONE
+    found = value.estimate
+    text = column.text(found.median)
+    if not brief and found.count > 1:
+        text += f" ({column.text(found.low)} to {column.text(found.high)})"
+    return f"{text}, {value.note}" if value.partial else text
 
 
 def notes_of(found: CellRows) -> list[str]:
     """What went wrong in a cell, and why some of it is not ranked."""
-    notes = [f"{row.record['title']}: {text}" for row in found.rows for text in row.troubles]
-    return notes + [
-        f"{row.record['title']}: not ranked: {row.record['why_unranked']}"
-        for row in found.rows
-        if row.runs and row.record["why_unranked"] and row.record["kind"] != "none"
+    notes = [
+        f"{row.run.title}: {_trouble(number, text)}"
+        for row in (*found.missing, *found.rows)
+        for number, text in row.troubles
     ]
+    return notes + [
+        f"{row.run.title}: not ranked: {row.why_unranked}"
+        for row in found.rows
+        if row.why_unranked and row.run.kind != "none"
+    ]
+
+
+def _trouble(number: int, text: str) -> str:
+    last = text.splitlines()[-1][:200]
+    if number == 0:
+        return last
+    return f"round {number} failed: {last.removeprefix('failed: ')}"
 
 
 def head_of(found: CellRows) -> str:
     """The cell in one line."""
-    size = max((row.state_bytes for row in found.rows), default=0)
+    size = max((row.state_bytes for row in found.rows), default=0.0)
     step = f", a step takes {1000 * found.step_s.median:.1f} ms" if found.step_s else ""
-    cell = found.cell
     return (
-        f"{cell.model} {cell.size}, every {cell.every} steps, store: {cell.store}; "
+        f"{found.model} {found.size}, every {found.every} steps, store: {found.store}; "
         f"state of {size / 1e6:.2f} MB{step}"
     )
 
 
-def _name(row: Row, *, brief: bool) -> str:
-    unranked = row.record["kind"] != "none" and not row.record["ranked"]
-    name: str = row.record["system" if brief else "title"]
-    return name + (" (not ranked)" if unranked else "")
-
-
-def show(console: Console, records: Sequence[Mapping[str, Any]]) -> None:
-    """Print the tables of a session; what systems do not save is spelled out below each.
+def show(console: Console, runs: Sequence[Run]) -> None:
+    """Print the tables; what systems do not save is spelled out below each.
 
     Args:
         console: Where to.
-        records: Of one session.
+        runs: Of any sessions; each cell is shown as its newest session measured it.
     """
-    for found in summarize_cells(records):
+    for found in cells_of(runs):
         heads, rows = lines_of(found, brief=True)
         omitted = {text: f"({n})" for n, text in enumerate(_words(rows), start=1)}
         table = Table(
@@ -138,19 +112,27 @@ def _words(rows: Sequence[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(row[-1] for row in rows if row[-1] != _NONE))
 
 
-def render(records: Sequence[Mapping[str, Any]]) -> str:
+def render(runs: Sequence[Run]) -> str:
     """The same as Markdown, with where and how it was measured.
 
     Args:
-        records: Of one session.
+        runs: Of any sessions; each cell is shown as its newest session measured it.
 
     Raises:
         DataError: There is none.
     """
-    if not records:
+    if not runs:
         raise DataError("comparison", expected="records of a session", found="none")
-    parts = [_about(records)]
-    for found in summarize_cells(records):
+    sessions: dict[tuple[Machine, str], list[CellRows]] = {}
+    for found in cells_of(runs):
+        sessions.setdefault((found.machine, found.newest.session), []).append(found)
+    return "\n\n".join(part for cells in sessions.values() for part in _parts(cells)) + "\n"
+
+
+def _parts(cells: Sequence[CellRows]) -> list[str]:
+    """The paragraphs of a session."""
+    parts = [_about(cells)]
+    for found in cells:
         heads, rows = lines_of(found)
         lines = [
             "| " + " | ".join(heads) + " |",
@@ -161,26 +143,22 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
         notes = notes_of(found)
         if notes:
             parts.append("\n".join(f"- {note}" for note in notes))
-    return "\n\n".join(parts) + "\n"
+    return parts
 
 
-def _about(records: Sequence[Mapping[str, Any]]) -> str:
-    first = records[0]
-    machine, rounds = first["machine"], max(r["round"] for r in records)
-    changed = "" if first["commit_is_clean"] else " with changes that were not committed"
-    versions = {name: version for name, version in first["versions"].items() if version}
-    libraries = dict.fromkeys(
-        r["library"] for r in records if not r.get("absent") and r["library"].count(" ") == 1
-    )
-    versions |= dict(library.split(" ") for library in libraries)
+def _about(cells: Sequence[CellRows]) -> str:
+    first, rounds = cells[0].newest, max(found.rounds for found in cells)
+    runs = [row.run for found in cells for row in (*found.rows, *found.missing)]
+    changed = "" if first.commit_is_clean else " with changes that were not committed"
+    libraries = dict.fromkeys(r.library for r in runs if not r.absent and r.library.count(" ") == 1)
+    versions = {**first.versions, **dict(library.split(" ") for library in libraries)}
     lines = [
-        f"{measured_when(first)}{changed}, with `{first['command']}`.",
+        f"Measured {first.session[:10]}, commit `{(first.commit or 'unknown')[:12]}`{changed}, "
+        f"with `{first.command}`.",
         "",
-        f"- Machine: {machine['cpu']}, {machine['cpus']} cores, of which {machine['cores_used']} "
-        f"were used; {machine['memory_bytes'] / 2**30:.0f} GiB; {machine['file_system']}; Linux "
-        f"{machine['kernel']}.",
+        f"- Machine: {first.machine}; {first.file_system}.",
         f"- Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}.",
-        f"- {first['steps']} counted steps a run; {_rounds(rounds)}.",
+        f"- {first.steps} counted steps a run; {_rounds(rounds)}.",
     ]
     return "\n".join(lines)
 

@@ -1,176 +1,455 @@
-"""From the records of a comparison to figures, a row for each system in each cell.
+"""From records to figures: one cell per thing measured, one row per system.
 
-One number a run, then the median over rounds with its interval; a run is paired with the one
-without checkpoints of the same round and cell.
+A *cell* is a model of a size, a store and an interval on one machine; only inside one are systems
+compared. Every figure is one number a run, then the median over rounds with its interval.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from asymcheck_lab.bench_stats import Estimate, Record, estimate
-from asymcheck_lab.compare import Cell
+from asymcheck_lab.bench_stats import Estimate, estimate
+from asymcheck_lab.compare_records import KINDS, Machine, Measured, Run
 from asymcheck_lab.record import median
 
-_KINDS = ("none", "ours", "strategy", "rival")
-P99 = 0.99
+CHANCE = 0.05
+"""Two systems are told apart where chance alone does it more rarely than this."""
+LEAST_SHARE = 0.01
+"""What differs by less counts as the same, however sure the difference is."""
+
+
+def can_tell_apart(one: int, other: int | None = None) -> bool:
+    """Whether so many rounds can tell two systems apart at all.
+
+    The intervals of few rounds go from the smallest value to the largest. Those of ``n`` and
+    ``m`` values of equal systems lie apart with a chance of 2 / C(n + m, n): one in ten for three
+    rounds each, one in 35 for four.
+    """
+    other = one if other is None else other
+    return 2 / math.comb(one + other, one) <= CHANCE
+
+
+def told_apart(one: Estimate, other: Estimate) -> bool:
+    """Whether two medians differ by more than chance and by at least ``LEAST_SHARE``.
+
+    Where their intervals have a point in common, the difference may be chance.
+    """
+    apart = abs(one.median - other.median)
+    least = LEAST_SHARE * max(abs(one.median), abs(other.median))
+    return can_tell_apart(one.count, other.count) and apart > least and not one.overlaps(other)
+
+
+# --- columns ----------------------------------------------------------------
+
+Measure = Callable[[Measured, Measured | None], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A figure of the table.
+
+    Attributes:
+        key: Its name.
+        title: Above the column.
+        unit: What the numbers are in.
+        definition: For who reads the page.
+        of: From a run, and the one without checkpoints of the same round, to one number.
+        scale: From that number to the unit.
+        signed: Whether a sign is shown.
+        compared: Whether less is better, and the best is marked.
+    """
+
+    key: str
+    title: str
+    unit: str
+    definition: str
+    of: Measure
+    scale: float = 1.0
+    signed: bool = False
+    compared: bool = True
+
+    def text(self, value: float) -> str:
+        """A figure for people; a share with one digit behind the point, a count with none."""
+        if self.unit == "steps":
+            return f"{value:g}"
+        return number_text(value, 1 if self.unit == "%" else None, signed=self.signed)
+
+
+def number_text(value: float, digits: int | None = None, *, signed: bool = False) -> str:
+    """With three digits that count or more, and a thin space between thousands."""
+    size = abs(value)
+    if digits is None:
+        digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 or size == 0 else 3
+    text = f"{size:,.{digits}f}" if size >= 1e-3 or size == 0 else f"{size:.2g}"
+    sign = "\N{MINUS SIGN}" if value < 0 else "+" if signed and value > 0 else ""
+    return sign + text.replace(",", "\N{NARROW NO-BREAK SPACE}")
+
+
+def _blocked(run: Measured) -> list[float]:
+    return [c.blocked_s for c in run.checkpoints]
+
+
+def _durable(run: Measured) -> list[float]:
+    return [c.durable_s for c in run.checkpoints if c.durable_s is not None]
+
+
+def _lag(run: Measured) -> list[float]:
+    return [c.lag_steps for c in run.checkpoints if c.lag_steps is not None]
+
+
+def _median_of(values: Callable[[Measured], list[float]]) -> Measure:
+    return lambda run, _: median(found) if (found := values(run)) else None
+
+
+COLUMNS: Sequence[Column] = (
+    Column(
+        "slowdown",
+        "slowdown",
+        "%",
+        "How much longer the counted steps took, until every checkpoint was durable, than those "
+        "of the run without checkpoints of the same round. Below zero means: less than the noise.",
+        lambda run, none: None if none is None else run.whole_s / none.whole_s - 1,
+        scale=100,
+        signed=True,
+    ),
+    Column(
+        "stall_p50",
+        "stall p50",
+        "ms",
+        "Time on the training thread inside the system's own calls, for one checkpoint: the "
+        "median of a run.",
+        _median_of(_blocked),
+        scale=1000,
+    ),
+    Column(
+        "stall_p99",
+        "stall p99",
+        "ms",
+        "The same, of all checkpoints of all rounds: 99 of 100 took at most this. Of fewer than "
+        "100 checkpoints it is the largest. It has no interval and is not compared.",
+        lambda run, _: max(_blocked(run), default=None),
+        scale=1000,
+        compared=False,
+    ),
+    Column(
+        "durable_p50",
+        "durable p50",
+        "s",
+        "From the boundary of a step until its checkpoint was written and its files and their "
+        "names were given to fsync: the median of a run, over checkpoints that became durable.",
+        _median_of(_durable),
+    ),
+    Column(
+        "stored",
+        "stored",
+        "MB",
+        "Bytes of one checkpoint in the store, the mean of a run.",
+        lambda run, _: run.disk_bytes,
+        scale=1e-6,
+    ),
+    Column(
+        "raw",
+        "raw",
+        "MB",
+        "Bytes of model and optimizer that one checkpoint holds, before any encoding.",
+        lambda run, _: run.saved_bytes,
+        scale=1e-6,
+        compared=False,
+    ),
+    Column(
+        "restore",
+        "restore",
+        "s",
+        "Loading a checkpoint into a model and an optimizer that are ready for it.",
+        lambda run, _: run.restore_s,
+    ),
+    Column(
+        "peak",
+        "peak memory",
+        "MB",
+        "Greatest memory of all processes of the run, above that of the run without checkpoints "
+        "of the same round.",
+        lambda run, none: None if none is None else run.peak_bytes - none.peak_bytes,
+        scale=1e-6,
+        signed=True,
+    ),
+    Column(
+        "lag",
+        "lag p50",
+        "steps",
+        "Steps that training was ahead of a checkpoint when that became durable: what a crash at "
+        "that moment costs beside the interval.",
+        _median_of(_lag),
+        compared=False,
+    ),
+)
+
+
+# --- rows -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What stands in one place of the table.
+
+    Attributes:
+        estimate: Median and interval, in the unit of the column.
+        note: Further words on it.
+        partial: Whether it leaves something out, and so is not compared.
+    """
+
+    estimate: Estimate
+    note: str = ""
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What comparing says of a value.
+
+    Attributes:
+        best: Alone the best; else one of several at the top that are not told apart.
+        among: Systems that were compared: those of the same group.
+    """
+
+    best: bool
+    among: int
 
 
 @dataclass(frozen=True)
 class Row:
-    """One system in one cell.
+    """One system in a cell.
 
     Attributes:
-        record: One of its records, for what they share.
-        runs: Those that came to their end, by round.
-        slowdown: Seconds of the whole run, as a part more than without checkpoints.
-        stall_s: Blocked for a checkpoint: the median of each run.
-        stall_p99_s: Of the checkpoints of all rounds, 99 of 100 blocked at most so long; of fewer
-            than 100 it is the longest.
-        durable_s: From the boundary until durable: the median of each run, of those that were.
-        given_up: Checkpoints that never became durable, and all that were due.
-        lag_steps: Steps that training was ahead when it became durable: the median of each run.
-        restore_s: Loading the newest one.
-        peak_bytes: Peak of memory above that without checkpoints.
-        disk_bytes: Of a checkpoint.
-        bit_exact: Whether all that is saved came back in every run; ``None`` without checkpoints.
-        max_error: The largest of all runs, as a part of the largest number of its tensor.
-        troubles: Runs that failed, and why a system is absent.
+        run: A record of it, for what all its records share.
+        runs: The ones that came to their end, with the one without checkpoints of the round.
+        troubles: What went wrong: the round (0 for all), and what was said.
+        values: Key of a column to its value; those that are not defined are left out.
+        marks: Key of a column to what comparing says.
+        group: Letter that systems share which save the same state; empty where not compared.
     """
 
-    record: Record
-    runs: Mapping[int, Record]
-    slowdown: Estimate | None = None
-    stall_s: Estimate | None = None
-    stall_p99_s: float | None = None
-    durable_s: Estimate | None = None
-    given_up: tuple[int, int] = (0, 0)
-    lag_steps: Estimate | None = None
-    restore_s: Estimate | None = None
-    peak_bytes: Estimate | None = None
-    disk_bytes: Estimate | None = None
-    bit_exact: bool | None = None
-    max_error: float = 0.0
-    troubles: Sequence[str] = ()
+    run: Run
+    runs: Sequence[tuple[Measured, Measured | None]]
+    troubles: Sequence[tuple[int, str]]
+    values: Mapping[str, Value]
+    marks: Mapping[str, Mark] = field(default_factory=dict)
+    group: str = ""
 
     @property
-    def saved_bytes(self) -> int:
-        """Of model and optimizer that a checkpoint holds."""
-        return min((int(run["saved_bytes"]) for run in self.runs.values()), default=0)
-
-    @property
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> float:
         """Of model and optimizer."""
-        return max((int(run["state_bytes"]) for run in self.runs.values()), default=0)
+        return max((run.state_bytes for run, _ in self.runs), default=0.0)
 
     @property
-    def missing(self) -> str:
-        """What a checkpoint does not hold, in words; empty where it holds everything."""
-        if self.record["kind"] == "none":
-            return "everything"
-        less = self.state_bytes - self.saved_bytes
-        part = f"{100 * less / self.state_bytes:.0f} % of model and optimizer" if less else ""
-        return "; ".join(filter(None, (part, self.record["omits"])))
+    def omits(self) -> str:
+        """What a checkpoint does not hold, said by the system and measured; empty for nothing."""
+        if self.run.kind == "none" or not self.runs:
+            return self.run.omits
+        less = self.state_bytes - min(run.saved_bytes for run, _ in self.runs)
+        part = (
+            f"{max(1, round(100 * less / self.state_bytes))} % of model and optimizer"
+            if less > 0
+            else ""
+        )
+        return "; ".join(filter(None, (part, self.run.omits)))
+
+    @property
+    def bit_exact(self) -> bool | None:
+        """Whether every checkpoint that was loaded came back as it was; ``None``: not known."""
+        found = [run.bit_exact for run, _ in self.runs]
+        return False if False in found else True if found and None not in found else None
+
+    @property
+    def max_error(self) -> float | None:
+        """Greatest difference of any run; ``None`` where nothing was compared."""
+        return max((r.max_error for r, _ in self.runs if r.max_error is not None), default=None)
+
+    @property
+    def exact(self) -> str:
+        """In words: whether what was loaded is what was saved."""
+        if self.run.kind == "none":
+            return "–"
+        if self.bit_exact is None:
+            return "not checked"
+        if self.bit_exact:
+            return "yes"
+        return "no" if self.max_error is None else f"no: ≤ {self.max_error:.2g}"
+
+    @property
+    def blocked_s(self) -> list[float]:
+        """Of every counted checkpoint of every run."""
+        return [seconds for run, _ in self.runs for seconds in _blocked(run)]
+
+    @property
+    def why_unranked(self) -> str:
+        """Why it is compared with no other, empty where it is."""
+        if self.run.kind == "none":
+            return "what the others are compared with"
+        if not self.run.ranked:
+            return self.run.why_unranked or "the results do not say why"
+        if self.bit_exact is False:
+            return "restores other values than were saved"
+        if self.troubles:
+            return f"failed in {len(self.troubles)} of {len(self.troubles) + len(self.runs)} runs"
+        return ""
 
 
 @dataclass(frozen=True)
 class CellRows:
-    """What was found in a cell.
+    """What is compared.
 
     Attributes:
-        cell: The cell.
-        rows: Systems, those that are not ranked at the end.
+        machine: Where it was measured.
+        model: What was trained.
+        size: Which size of it.
+        store: Where checkpoints went.
+        every: Steps between two.
+        rows: Systems that were measured.
+        missing: Systems that were not: nothing of theirs came to its end.
+        newest: A record of the session that is shown.
+        left_out: Records of older sessions.
+        rounds: Rounds of the session.
         step_s: A step without checkpoints, ``None`` where none was measured.
-        rounds: Rounds of the cell.
     """
 
-    cell: Cell
-    rows: Sequence[Row] = field(default_factory=list)
-    step_s: Estimate | None = None
-    rounds: int = 0
+    machine: Machine
+    model: str
+    size: str
+    store: str
+    every: int
+    rows: Sequence[Row]
+    missing: Sequence[Row]
+    newest: Run
+    left_out: int
+    rounds: int
+    step_s: Estimate | None
 
 
-def cell_of(record: Record) -> Cell:
-    """The cell that a record belongs to."""
-    return Cell(record["model"], record["size"], record["every"], record["store"])
+def machines_of(runs: Iterable[Run]) -> list[Machine]:
+    """Every machine, in the order of its first record."""
+    return list(dict.fromkeys(run.machine for run in runs))
 
 
-def summarize_cells(records: Sequence[Record]) -> list[CellRows]:
-    """Figures of one session, by cell in the order of the records.
+def cells_of(runs: Sequence[Run]) -> list[CellRows]:
+    """Every cell, of its newest session only; by machine, then as the records come.
 
-    Args:
-        records: Its runs; those that failed are left out of every figure.
+    What is not ranked, and so not compared, stands last in each.
     """
-    cells: dict[Cell, list[Record]] = {}
-    for record in records:
-        cells.setdefault(cell_of(record), []).append(record)
-    return [_summarize(cell, found) for cell, found in cells.items()]
+    groups: dict[tuple[Machine, str, str, str, int], list[Run]] = {}
+    for run in runs:
+        where = (run.machine, run.model, run.size, run.store, run.every)
+        groups.setdefault(where, []).append(run)
+    order = machines_of(runs)
+    keys = sorted(groups, key=lambda key: order.index(key[0]))
+    return [_cell_of(key, groups[key]) for key in keys]
 
 
-def _summarize(cell: Cell, records: Sequence[Record]) -> CellRows:
-    systems: dict[str, list[Record]] = {}
-    for record in records:
-        systems.setdefault(record["system"], []).append(record)
-    without = {r["round"]: r for r in records if r["kind"] == "none" and not r.get("error")}
-    rows = [_row(found, without) for found in systems.values()]
-    rows.sort(
-        key=lambda row: (
-            row.record["kind"] != "none" and not row.record["ranked"],
-            _KINDS.index(row.record["kind"]),
-            row.record["title"],
-        )
-    )
-    step_s = [median(run["step_s"]) for run in without.values()]
+def _cell_of(key: tuple[Machine, str, str, str, int], runs: Sequence[Run]) -> CellRows:
+    session = max(run.session for run in runs)
+    shown = [run for run in runs if run.session == session]
+    without = {r.round: r.measured for r in shown if r.kind == "none" and r.measured}
+    by_system: dict[str, list[Run]] = {}
+    for run in shown:
+        by_system.setdefault(run.system, []).append(run)
+    rows = [_row_of(found, without) for found in by_system.values()]
+    rows.sort(key=_place_of)
+    measured = _compare([row for row in rows if row.runs])
+    steps = [median(run.step_s) for run in without.values() if run.step_s]
     return CellRows(
-        cell,
-        rows,
-        estimate(step_s) if step_s else None,
-        max(record["round"] for record in records),
+        *key,
+        rows=measured,
+        missing=[row for row in rows if not row.runs],
+        newest=shown[-1],
+        left_out=len(runs) - len(shown),
+        rounds=len({run.round for run in shown if not run.absent}),
+        step_s=estimate(steps) if steps else None,
     )
 
 
-def _row(records: Sequence[Record], without: Mapping[int, Record]) -> Row:
-    runs = {r["round"]: r for r in records if not (r.get("error") or r.get("absent"))}
+def _place_of(row: Row) -> tuple[bool, int, str, str]:
+    """In the table: what is not ranked stands last."""
+    run = row.run
+    last = run.kind != "none" and bool(row.why_unranked)
+    return last, KINDS.index(run.kind), run.title, run.system
+
+
+def _row_of(records: Sequence[Run], without: Mapping[int, Measured]) -> Row:
+    runs = [(r.measured, without.get(r.round)) for r in records if r.measured]
     troubles = [
-        f"not here: {r['absent']}"
-        if r.get("absent")
-        else f"round {r['round']} failed: {r['error'].splitlines()[-1][:200]}"
+        (r.round, f"not here: {r.absent}" if r.absent else f"failed: {r.error}")
         for r in records
-        if r["round"] not in runs
+        if not r.measured
     ]
-    if not runs or records[0]["kind"] == "none":
-        return Row(records[0], runs, troubles=troubles)
-
-    def over(of: Callable[[Record], float | None]) -> Estimate | None:
-        found = [value for run in runs.values() if (value := of(run)) is not None]
-        return estimate(found) if len(found) == len(runs) else None
-
-    def paired(of: Callable[[Record, Record], float]) -> Estimate | None:
-        return over(lambda r: of(r, without[r["round"]]) if r["round"] in without else None)
-
-    checkpoints = [c for run in runs.values() for c in run["checkpoints"]]
-    stalls_s = sorted(c["blocked_s"] for c in checkpoints)
-    return Row(
-        record=records[0],
-        runs=runs,
-        slowdown=paired(lambda run, none: run["whole_s"] / none["whole_s"] - 1),
-        stall_s=over(lambda run: _middle(run, "blocked_s")),
-        stall_p99_s=stalls_s[math.ceil(P99 * len(stalls_s)) - 1] if stalls_s else None,
-        durable_s=over(lambda run: _middle(run, "durable_s")),
-        given_up=(sum(c["durable_s"] is None for c in checkpoints), len(checkpoints)),
-        lag_steps=over(lambda run: _middle(run, "lag_steps")),
-        restore_s=over(lambda run: run["restore_s"]),
-        peak_bytes=paired(lambda run, none: run["peak_bytes"] - none["peak_bytes"]),
-        disk_bytes=over(lambda run: run["disk_bytes"]),
-        bit_exact=all(run["bit_exact"] for run in runs.values()),
-        max_error=max(run["max_error"] or 0.0 for run in runs.values()),
-        troubles=troubles,
-    )
+    values = {}
+    if runs and records[0].kind != "none":
+        for column in COLUMNS:
+            value = _value_of(column, runs)
+            if value is not None:
+                values[column.key] = value
+    return Row(records[0], runs, troubles, values)
 
 
-def _middle(run: Record, name: str) -> float | None:
-    values: list[Any] = [c[name] for c in run["checkpoints"] if c[name] is not None]
-    return median(values) if values else None
+def _value_of(column: Column, runs: Sequence[tuple[Measured, Measured | None]]) -> Value | None:
+    found = [v for run, none in runs if (v := column.of(run, none)) is not None]
+    if not found:
+        return None
+    partial = len(found) < len(runs)
+    notes = [f"{len(found)} of {len(runs)} runs"] if partial else []
+    if column.key == "stall_p99":
+        blocked = sorted(seconds for run, _ in runs for seconds in _blocked(run))
+        found = [blocked[math.ceil(0.99 * len(blocked)) - 1]]
+        notes.append(f"of {len(blocked)}")
+    if column.key == "durable_p50":
+        due = [checkpoint for run, _ in runs for checkpoint in run.checkpoints]
+        skipped = sum(c.skipped for c in due)
+        durable = sum(c.durable_s is not None for c in due)
+        if durable < len(due):
+            partial = True
+            notes.append(f"{durable} of {len(due)} became durable")
+        if skipped:
+            notes.append(f"{skipped} skipped: others were under way")
+    middle = estimate([column.scale * value for value in found])
+    return Value(middle, ", ".join(notes), partial)
+
+
+# --- comparing --------------------------------------------------------------
+
+
+def _compare(rows: Sequence[Row]) -> list[Row]:
+    """Mark the best of each column, among the systems that save the same state."""
+    states = list(dict.fromkeys(_state_of(row) for row in rows if not row.why_unranked))
+    compared = []
+    for row in rows:
+        if row.why_unranked:
+            compared.append(row)
+            continue
+        state = _state_of(row)
+        others = [r for r in rows if not r.why_unranked and _state_of(r) == state]
+        marks = {c.key: mark for c in COLUMNS if c.compared and (mark := _mark_of(c, row, others))}
+        compared.append(replace(row, marks=marks, group=_letter(states.index(state))))
+    return compared
+
+
+def _state_of(row: Row) -> tuple[str, bool | None]:
+    """Systems are compared where this is the same."""
+    return row.omits, row.bit_exact
+
+
+def _letter(number: int) -> str:
+    letters = string.ascii_uppercase
+    return letters[number] if number < len(letters) else str(number + 1)
+
+
+def _mark_of(column: Column, row: Row, group: Sequence[Row]) -> Mark | None:
+    """What comparing says of a row; ``None`` where it is not at the top, or alone."""
+    found = [v for r in group if (v := r.values.get(column.key)) and not v.partial]
+    own = row.values.get(column.key)
+    if len(found) < 2 or own not in found:
+        return None
+    lowest = min((value.estimate for value in found), key=lambda e: e.median)
+    top = [v for v in found if v.estimate is lowest or not told_apart(v.estimate, lowest)]
+    return Mark(len(top) == 1, len(found)) if own in top else None

@@ -23,8 +23,10 @@ def fingerprint(
     """The sha256 of each piece of a training's state.
 
     Args:
-        model: Every parameter and every buffer counts, those outside of its state dict too.
-        optimizer: Every entry of its state and of its groups' options counts.
+        model: Every parameter and every buffer counts, those outside of its state dict too. Of
+            what is spread over ranks it is what this one holds.
+        optimizer: Every entry of its state and of its groups' options counts, and parameters
+            that are not the model's, as DeepSpeed has them.
         values: State dicts of what else there is, such as scheduler and data.
 
     Returns:
@@ -39,9 +41,13 @@ def fingerprint(
     for name, buffer in model.named_buffers(remove_duplicate=False):
         found[f"model/{name}"] = _digest(buffer)
     for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
+        for place, parameter in enumerate(group["params"]):
+            name = names.get(parameter)
+            if name is None:
+                name = f"group{number}.{place}"
+                found[f"optim/{name}/values"] = _digest(parameter)
             for key, value in optimizer.state.get(parameter, {}).items():
-                found[f"optim/{names[parameter]}/{key}"] = _digest(value)
+                found[f"optim/{name}/{key}"] = _digest(value)
         for key, value in group.items():
             if key != "params":
                 found[f"optim/group{number}/{key}"] = _digest(value)
@@ -62,8 +68,8 @@ def _digest(value: object) -> str:
 
 def _feed(update: Any, value: object) -> None:  # noqa: ANN401  hashlib's own type is private
     if isinstance(value, torch.Tensor):
-        plain = value.detach().cpu().contiguous()
-        update(f"{value.dtype} {tuple(value.shape)}\n".encode())
+        plain = _held(value).detach().cpu().contiguous()
+        update(f"{plain.dtype} {tuple(plain.shape)}\n".encode())
         update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray):
         update(f"{value.dtype} {value.shape}\n".encode())
@@ -80,6 +86,12 @@ def _feed(update: Any, value: object) -> None:  # noqa: ANN401  hashlib's own ty
             _feed(update, entry)
     else:
         update(f"{type(value).__name__} {value!r}\n".encode())
+
+
+def _held(tensor: Any) -> torch.Tensor:  # noqa: ANN401  the attributes are of subclasses
+    """What this rank has of it: the shard of a DTensor, the partition of a ZeRO-3 parameter."""
+    held: torch.Tensor = getattr(tensor, "ds_tensor", tensor)
+    return held.to_local() if hasattr(held, "to_local") else held
 
 
 def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:

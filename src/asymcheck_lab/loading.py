@@ -76,28 +76,46 @@ def held_out(samples: Samples) -> tuple[Part, Part]:
 class Loader:
     """Batches of samples, without end.
 
-    What is too little for a whole batch at the end of an epoch is left out of that epoch. It
-    takes nothing from any global generator. One thread may use it.
+    What is too little for a whole batch of each rank at the end of an epoch is left out of that
+    epoch. It takes nothing from any global generator. One thread may use it.
+
+    Ranks take turns: of each ``ranks * batch`` samples of an epoch's order, the first ``batch``
+    are those of rank 0. The position counts what all ranks were given, so any number of them can
+    go on from it, and none of an epoch's samples comes twice.
 
     Args:
         samples: What to read.
         batch: Samples of a batch.
-        seed: Chooses orders and what is random in samples, from 0 on.
+        seed: Chooses orders and what is random in samples, from 0 on; the same on each rank.
         workers: Threads that make batches ahead; 0 for none. They end with ``close``.
+        rank: Whose batches.
+        ranks: How many share the samples.
 
     Raises:
-        DataError: There are too few samples for one batch.
+        DataError: There are too few samples for one batch of each rank.
     """
 
-    def __init__(self, samples: Samples, *, batch: int, seed: int, workers: int = 0) -> None:
-        if len(samples) < batch:
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        batch: int,
+        seed: int,
+        workers: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        if len(samples) < batch * ranks:
+            each = f" of each of {ranks} ranks" if ranks > 1 else ""
             raise DataError(
                 samples.name,
-                expected=f"at least {batch} samples, for one batch",
+                expected=f"at least {batch * ranks} samples, for one batch{each}",
                 found=f"{len(samples)}",
             )
         self._samples = samples
         self._batch = batch
+        self._begin = rank * batch
+        self._turn = ranks * batch
         self._seed = seed
         self._epoch = 0
         self._position = 0
@@ -113,13 +131,13 @@ class Loader:
         """The next batch; the caller owns it. Blocks until it is made."""
         if self._pool is None:
             epoch, end = self._after(self._epoch, self._position)
-            made = self._make(epoch, end - self._batch, self._order(epoch))
+            made = self._make(epoch, end, self._order(epoch))
         else:
             while len(self._made) <= self._ahead:
                 last = self._made[-1][:2] if self._made else (self._epoch, self._position)
                 epoch, end = self._after(*last)
                 order = self._order(epoch)
-                future = self._pool.submit(self._make, epoch, end - self._batch, order)
+                future = self._pool.submit(self._make, epoch, end, order)
                 self._made.append((epoch, end, future))
             epoch, end, future = self._made[0]
             made = future.result()  # what failed stays the next one, as without workers
@@ -167,10 +185,10 @@ class Loader:
             self._made.pop()[2].cancel()
 
     def _after(self, epoch: int, position: int) -> tuple[int, int]:
-        """Epoch and end of the batch that follows."""
-        if position + self._batch > len(self._samples):
-            return epoch + 1, self._batch
-        return epoch, position + self._batch
+        """Epoch of the turn that follows, and its end."""
+        if position + self._turn > len(self._samples):
+            return epoch + 1, self._turn
+        return epoch, position + self._turn
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         if epoch not in self._orders:
@@ -179,7 +197,8 @@ class Loader:
             self._orders[epoch] = order.astype(np.int64, copy=False)
         return self._orders[epoch]
 
-    def _make(self, epoch: int, begin: int, order: npt.NDArray[np.int64]) -> Sample:
+    def _make(self, epoch: int, end: int, order: npt.NDArray[np.int64]) -> Sample:
+        begin = end - self._turn + self._begin
         numbers = order[begin : begin + self._batch].tolist()
         made = [self._one(epoch, number) for number in numbers]
         return {key: np.stack([sample[key] for sample in made]) for key in made[0]}

@@ -16,29 +16,30 @@ from typing import Any
 
 from asymcheck.rendering import count_text
 from asymcheck_lab.bench_stats import Estimate
-from asymcheck_lab.errors import DataError, LabError
-from asymcheck_lab.page_cells import (
+from asymcheck_lab.compare_records import Machine, Run, read_runs
+from asymcheck_lab.compare_stats import (
     COLUMNS,
-    Cell,
+    CellRows,
     Column,
-    Look,
     Row,
     can_tell_apart,
     cells_of,
-    looks_of,
     machines_of,
+    number_text,
 )
+from asymcheck_lab.errors import DataError, LabError
 from asymcheck_lab.page_plots import (
+    Look,
     Ranges,
     draw_blocked,
     draw_slowdown,
     draw_stall,
+    looks_of,
     marker_of,
     ranges_of,
     svg_of,
     write_png,
 )
-from asymcheck_lab.page_records import Machine, Run, read_runs
 
 PAGE = "index.html"
 _KINDS = (
@@ -95,7 +96,7 @@ def _records_of(runs: Sequence[Run], machine: Machine) -> str:
 
 
 def _write_pictures(
-    cells: Sequence[Cell], looks: Mapping[str, Look], out: Path, suffix: str
+    cells: Sequence[CellRows], looks: Mapping[str, Look], out: Path, suffix: str
 ) -> list[Path]:
     titled = [(_title_of(cell), cell) for cell in cells]
     ranges = ranges_of(cells)
@@ -119,7 +120,7 @@ def _replace(path: Path, text: str) -> None:
 
 def render(
     runs: Sequence[Run],
-    shown: Sequence[tuple[Machine, Sequence[Cell]]],
+    shown: Sequence[tuple[Machine, Sequence[CellRows]]],
     looks: Mapping[str, Look],
     pictures: Sequence[str],
 ) -> str:
@@ -190,7 +191,7 @@ def _different(values: Any) -> list[str]:  # noqa: ANN401  any iterable of texts
     return list(dict.fromkeys(values))
 
 
-def _head_of(cells: Sequence[Cell]) -> dict[str, Any]:
+def _head_of(cells: Sequence[CellRows]) -> dict[str, Any]:
     newest = [cell.newest for cell in cells]
     models = _different(f"{cell.model} {cell.size}" for cell in cells)
     systems = {row.run.system for cell in cells for row in cell.rows if row.run.kind != "none"}
@@ -219,12 +220,12 @@ def _commit_of(run: Run) -> str:
     return name if run.commit_is_clean else f"{name} with changes that were not committed"
 
 
-def _title_of(cell: Cell) -> str:
+def _title_of(cell: CellRows) -> str:
     return f"{cell.model} {cell.size}, {cell.store}, every {count_text(cell.every, 'step')}"
 
 
 def _cell_view(
-    cell: Cell,
+    cell: CellRows,
     looks: Mapping[str, Look],
     signs: Mapping[str, Mapping[str, Any]],
     ranges: Ranges,
@@ -267,7 +268,7 @@ def _cell_view(
     }
 
 
-def _about(cell: Cell) -> str:
+def _about(cell: CellRows) -> str:
     run = cell.newest
     parts = [
         f"{count_text(cell.rounds, 'round')} of {count_text(run.steps, 'counted step')} after "
@@ -277,8 +278,8 @@ def _about(cell: Cell) -> str:
         parts.append("No run without checkpoints came to its end: there is no slowdown to show.")
     else:
         parts.append(
-            f"A step without checkpoints takes {_number(cell.step_s.median)} s "
-            f"({_number(cell.step_s.low)} to {_number(cell.step_s.high)})."
+            f"A step without checkpoints takes {number_text(cell.step_s.median)} s "
+            f"({number_text(cell.step_s.low)} to {number_text(cell.step_s.high)})."
         )
     counts = [v.estimate for row in cell.rows for v in row.values.values()]
     widest = max(counts, key=lambda found: found.count, default=None)
@@ -301,7 +302,7 @@ def _row_view(row: Row, signs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any
         "why_unranked": row.why_unranked,
         "group": row.group,
         "omits": row.omits or _ALL,
-        "exact": _exact(row),
+        "exact": row.exact,
         "troubles": f"{len(row.troubles)} of {len(row.troubles) + len(row.runs)} runs failed"
         if row.troubles
         else "",
@@ -328,16 +329,6 @@ def _trouble_views(row: Row) -> list[dict[str, str]]:
     return views
 
 
-def _exact(row: Row) -> str:
-    if row.run.kind == "none":
-        return "–"
-    if row.bit_exact is None:
-        return "not checked"
-    if row.bit_exact:
-        return "yes"
-    return "no" if row.max_error is None else f"no: ≤ {row.max_error:.2g}"
-
-
 def _figure_view(row: Row, column: Column) -> dict[str, Any] | None:
     value = row.values.get(column.key)
     if value is None:
@@ -348,7 +339,7 @@ def _figure_view(row: Row, column: Column) -> dict[str, Any] | None:
         words = "best" if mark.best else "at the best, not told apart from others"
         words += f", of {mark.among} systems that save the same state ({row.group})"
     return {
-        "text": _shown(column, found.median),
+        "text": column.text(found.median),
         "sort": repr(found.median),
         "interval": _interval(column, found),
         "note": value.note,
@@ -358,31 +349,12 @@ def _figure_view(row: Row, column: Column) -> dict[str, Any] | None:
 
 
 def _interval(column: Column, found: Estimate) -> str:
-    low, high = (_shown(column, end) for end in (found.low, found.high))
+    low, high = (column.text(end) for end in (found.low, found.high))
     return "" if low == high else f"{low} to {high}"
 
 
-def _shown(column: Column, value: float) -> str:
-    """A figure; a share with one digit behind the point, a count with none that says nothing."""
-    if column.unit == "%":
-        return _number(value, digits=1, signed=column.signed)
-    if column.unit == "steps":
-        return f"{value:g}"
-    return _number(value, signed=column.signed)
-
-
-def _number(value: float, digits: int | None = None, *, signed: bool = False) -> str:
-    """With three digits that count or more, and a thin space between thousands."""
-    size = abs(value)
-    if digits is None:
-        digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 or size == 0 else 3
-    text = f"{size:,.{digits}f}" if size >= 1e-3 or size == 0 else f"{size:.2g}"
-    sign = "\N{MINUS SIGN}" if value < 0 else "+" if signed and value > 0 else ""
-    return sign + text.replace(",", "\N{NARROW NO-BREAK SPACE}")
-
-
 def _systems_of(
-    cells: Sequence[Cell], signs: Mapping[str, Mapping[str, Any]]
+    cells: Sequence[CellRows], signs: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Every system, with what was said of it first."""
     kinds = dict(_KINDS)
@@ -404,7 +376,7 @@ def _systems_of(
     ]
 
 
-def _sessions_of(runs: Sequence[Run], cells: Sequence[Cell]) -> list[dict[str, Any]]:
+def _sessions_of(runs: Sequence[Run], cells: Sequence[CellRows]) -> list[dict[str, Any]]:
     """What each session that is shown ran with."""
     shown = dict.fromkeys((cell.machine, cell.newest.session) for cell in cells)
     return [

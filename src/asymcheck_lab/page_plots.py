@@ -6,16 +6,18 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from itertools import cycle
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from asymcheck_lab.compare_records import KINDS, Run
+from asymcheck_lab.compare_stats import CellRows, Row
 from asymcheck_lab.errors import LabError
-from asymcheck_lab.page_cells import Cell, Look, Row
 from asymcheck_lab.record import median
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class Ranges:
     durable_s: tuple[float, float]
 
 
-def ranges_of(cells: Sequence[Cell]) -> Ranges:
+def ranges_of(cells: Sequence[CellRows]) -> Ranges:
     """What the values of all cells need, with some room."""
     rows = [row for cell in cells for row in cell.rows]
     blocked = [1000 * seconds for row in rows for seconds in row.blocked_s]
@@ -69,12 +71,58 @@ def _range_of(values: Sequence[float]) -> tuple[float, float]:
     return min(positive) / 1.7, max(positive) * 1.7
 
 
+# --- looks ------------------------------------------------------------------
+
+PALETTE = ("#1F83C4", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#8A8A8A")
+"""After Okabe and Ito, without what vanishes on white or on black; their blue a little lighter."""
+SHAPES: Mapping[str, str] = MappingProxyType(
+    {"none": "|", "ours": "oh", "strategy": "sDpX", "rival": "^v<>P*"}
+)
+"""Of a kind of system: one shape for as many systems as there are colours, then the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a system is drawn, everywhere.
+
+    Attributes:
+        number: Stands beside its points.
+        colour: ``#rrggbb``.
+        shape: A marker of matplotlib.
+    """
+
+    number: int
+    colour: str
+    shape: str
+
+
+def looks_of(cells: Iterable[CellRows]) -> dict[str, Look]:
+    """Each system its number, colour and shape; by kind, then by title."""
+    systems: dict[str, Run] = {}
+    for cell in cells:
+        for row in (*cell.rows, *cell.missing):
+            systems.setdefault(row.run.system, row.run)
+    found: dict[str, Look] = {}
+    for kind in KINDS:
+        names = sorted(
+            (name for name, run in systems.items() if run.kind == kind),
+            key=lambda name: (systems[name].title, name),
+        )
+        for n, name in enumerate(names):
+            shapes, colour = SHAPES[kind], PALETTE[len(found) % len(PALETTE)]
+            shape = shapes[n // len(PALETTE) % len(shapes)]
+            found[name] = Look(len(found) + 1, colour, shape)
+    return found
+
+
 # --- what is drawn ----------------------------------------------------------
 
-Drawing = Callable[["Axes", Cell, Mapping[str, Look], Ranges, str], None]
+Drawing = Callable[["Axes", CellRows, Mapping[str, Look], Ranges, str], None]
 
 
-def draw_stall(axes: Axes, cell: Cell, looks: Mapping[str, Look], ranges: Ranges, ink: str) -> None:
+def draw_stall(
+    axes: Axes, cell: CellRows, looks: Mapping[str, Look], ranges: Ranges, ink: str
+) -> None:
     """Stall per checkpoint against time to durable, a point a system with both intervals.
 
     Args:
@@ -109,7 +157,7 @@ def draw_stall(axes: Axes, cell: Cell, looks: Mapping[str, Look], ranges: Ranges
 
 
 def draw_slowdown(
-    axes: Axes, cell: Cell, looks: Mapping[str, Look], ranges: Ranges, ink: str
+    axes: Axes, cell: CellRows, looks: Mapping[str, Look], ranges: Ranges, ink: str
 ) -> None:
     """Slowdown of the whole run with its interval, a line a system. Arguments: see above."""
     rows = [row for row in cell.rows if "slowdown" in row.values]
@@ -127,7 +175,7 @@ def draw_slowdown(
 
 
 def draw_blocked(
-    axes: Axes, cell: Cell, looks: Mapping[str, Look], ranges: Ranges, ink: str
+    axes: Axes, cell: CellRows, looks: Mapping[str, Look], ranges: Ranges, ink: str
 ) -> None:
     """Every blocked time as a dot, and their median as a line. Arguments: see above."""
     rows = [row for row in cell.rows if row.run.kind != "none" and row.blocked_s]
@@ -204,7 +252,7 @@ def _short(text: str, length: int = _LABEL_LENGTH) -> str:
 
 def svg_of(
     draw: Drawing,
-    cell: Cell,
+    cell: CellRows,
     looks: Mapping[str, Look],
     ranges: Ranges,
     *,
@@ -250,7 +298,7 @@ def svg_of(
 
 def write_png(
     draws: Sequence[Drawing],
-    cells: Sequence[tuple[str, Cell]],
+    cells: Sequence[tuple[str, CellRows]],
     looks: Mapping[str, Look],
     ranges: Ranges,
     path: Path,
@@ -299,7 +347,7 @@ def marker_of(look: Look) -> str:
     )
 
 
-def _height_of(cell: Cell) -> float:
+def _height_of(cell: CellRows) -> float:
     return max(_LEAST_HEIGHT_INCHES, 0.7 + _ROW_INCHES * len(cell.rows))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,24 @@ import numpy.typing as npt
 import torch
 
 from asymcheck_lab.data import VOCABULARY
-from asymcheck_lab.errors import RunError, UsageError
+from asymcheck_lab.drive import DRIVES
+from asymcheck_lab.errors import UsageError
 from asymcheck_lab.families import build
 from asymcheck_lab.loading import Loader, Sample, in_order
 from asymcheck_lab.presets import Preset
 from asymcheck_lab.tasks import Data
 from asymcheck_lab.texts import IGNORED
+from asymcheck_lab.world import World
 
 _CLEAN_BATCHES = 0.25
 _BYTE_NOISE = 0.01
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Recipe:
     """A model and all that trains it; every piece that a resumed run needs is in ``state``.
 
-    Weights are drawn from torch's generator, so it is to be seeded before.
+    Weights are drawn from torch's generator, so it is to be seeded before, on every rank alike.
+    With several ranks the generators are seeded anew after that, each rank's in its own way.
 
     Args:
         preset: The model and how it is trained.
@@ -36,8 +37,10 @@ class Recipe:
         data: What it is trained on.
         seed: For order, masks and shifts of the data.
         workers: Threads that make batches ahead; ``close`` ends them.
-        device: Where the model is trained.
+        device: Where the model is trained, where ``world`` is not given.
         pretrained: A local folder of weights, ``None`` for random ones.
+        parallel: How the model is spread, one of ``PARALLELS``.
+        world: This rank among all; ``None`` for one that is alone.
 
     Raises:
         LabError: Something does not fit together; names it.
@@ -53,25 +56,43 @@ class Recipe:
         workers: int = 0,
         device: str = "cpu",
         pretrained: Path | None = None,
+        parallel: str = "none",
+        world: World | None = None,
     ) -> None:
         recipe = preset.recipe
+        self._world = world = world or World(device=device)
         self._settings = recipe
         self._data = data
         self._seed = seed
-        self._device = torch.device(device)
-        self.loader = Loader(data.train, batch=recipe.batch, seed=seed, workers=workers)
-        self.model = build(preset, task, pretrained).to(self._device)
-        if recipe.recompute:
-            recompute(self.model, preset.name)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay
+        self._device = torch.device(world.device)
+        self.loader = Loader(
+            data.train,
+            batch=recipe.batch,
+            seed=seed,
+            workers=workers,
+            rank=world.rank,
+            ranks=world.size,
         )
+        model = build(preset, task, pretrained)
+        if recipe.recompute:
+            recompute(model, preset.name)
+        self._drive = DRIVES[parallel](model.to(self._device), recipe, world)
+        self.model = self._drive.model
+        self.optimizer = self._drive.optimizer
+        self.scaler = self._drive.scaler
         warmup = max(1, recipe.warmup_steps)
         # Constant after the warm-up: a run that is made longer goes on as if it always was.
         self.scheduler = torch.optim.lr_scheduler.LinearLR(
             self.optimizer, start_factor=1 / warmup, total_iters=warmup
         )
-        self.scaler = torch.amp.GradScaler(self._device.type, enabled=recipe.precision == "fp16")
+        if world.size > 1:
+            own = np.random.SeedSequence([seed, world.rank]).generate_state(1)
+            seed_everything(int(own[0]))
+
+    @property
+    def bare(self) -> torch.nn.Module:
+        """The model with its own names, without what spreads it over ranks."""
+        return self._drive.bare
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint is made of, by name."""
@@ -95,39 +116,31 @@ class Recipe:
     def forward(self) -> float:
         """Forward and backward of as many batches as an update takes; their mean loss.
 
-        Gradients are left in the parameters. A loss that is no number comes back at once,
-        before its backward.
+        It is the mean over the ranks, the same on each. Gradients are left in the parameters. A
+        loss that is no number comes back at once, before its backward.
         """
         total = 0.0
         for _ in range(self._settings.accumulate):
-            with self._autocast():
+            with self._drive.autocast():
                 loss = self.model(**self._batch()).loss / self._settings.accumulate
-            value = loss.item()
+            value = self._world.mean(loss.item())
             total += value
             if not np.isfinite(value):
                 break
-            self.scaler.scale(loss).backward()
+            self._drive.backward(loss)
         return total
 
     def update(self) -> None:
         """Clip and use the gradients, then forget them; a step of optimizer and scheduler.
 
-        Where the scaler finds that fp16 overflowed it leaves the update out, and the warm-up
-        does not go on.
+        Where a scaler finds that fp16 overflowed it leaves the update out, and the warm-up does
+        not go on.
 
         Raises:
-            RunError: Without a scaler, a gradient is no number; nothing was changed.
+            RunError: Without a scaler, a gradient is no number; no update was made of it.
         """
-        self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.clip_norm)
-        if not self.scaler.is_enabled() and not norm.isfinite():
-            raise RunError(f"the norm of the gradients is {norm.item()}; no update was made of it")
-        before = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        if self.scaler.get_scale() >= before:
+        if self._drive.update():
             self.scheduler.step()
-        self.optimizer.zero_grad()
 
     def evaluate(self) -> dict[str, float]:
         """Loss and accuracy on held-out samples; takes nothing from any generator.
@@ -139,7 +152,7 @@ class Recipe:
         losses, right, asked = [], 0, 0
         self.model.eval()
         try:
-            with torch.no_grad(), self._autocast():
+            with torch.no_grad(), self._drive.autocast():
                 for made in in_order(self._data.held, batch=batch, most=most, seed=self._seed):
                     sample = self._to_device(made)
                     out = self.model(**sample)
@@ -167,11 +180,12 @@ class Recipe:
         return self._to_device(made)
 
     def _to_device(self, made: Sample) -> dict[str, torch.Tensor]:
-        return {key: torch.from_numpy(value).to(self._device) for key, value in made.items()}
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = _HALF.get(self._settings.precision)
-        return nullcontext() if dtype is None else torch.autocast(self._device.type, dtype=dtype)
+        tensors = {key: torch.from_numpy(value) for key, value in made.items()}
+        floats = self._drive.floats
+        return {
+            key: tensor.to(self._device, floats if tensor.is_floating_point() else None)
+            for key, tensor in tensors.items()
+        }
 
 
 def recompute(model: torch.nn.Module, name: str) -> None:

@@ -205,7 +205,8 @@ class Result:
         loop_s: Seconds of the training loop.
         drain_s: Seconds until the last checkpoint was durable, after the loop.
         checkpoints: What was saved.
-        fingerprint: Name to sha256 of every piece of the final state.
+        fingerprint: Name to sha256 of every piece of the final state; of several ranks, with
+            ``rank0/`` and so on in front.
         scores: What the evaluation at the end found, by name.
     """
 

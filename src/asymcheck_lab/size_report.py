@@ -9,7 +9,7 @@ from rich.table import Table
 
 from asymcheck.rendering import size_text
 from asymcheck_lab.presets import Preset, load_preset, sizes_of, task_of
-from asymcheck_lab.sizes import host_bytes, measure, memory_per_rank, needed_bytes
+from asymcheck_lab.sizes import host_bytes, measure, memory_per_rank, needed_bytes, saved_bytes
 
 
 def chosen(models: Iterable[str], size: str | None) -> list[Preset]:
@@ -50,7 +50,7 @@ def show_sizes(
             preset.name,
             task,
             f"{measured.parameters:,}",
-            size_text(measured.checkpoint_bytes),
+            size_text(saved_bytes(measured)),
             size_text(rank.total),
             size_text(rank.checkpoint),
             size_text(needed) + ("" if needed <= there else " (too much)"),

@@ -15,11 +15,14 @@ from typing import Any
 from asymcheck.rendering import size_text
 from asymcheck_lab.errors import LabError, UsageError
 from asymcheck_lab.families import blank, build, on_meta, positions
+from asymcheck_lab.parallel import ALONE, BUCKET_ELEMENTS, Parallel
 from asymcheck_lab.presets import Preset
 
 _FULL = 4
 _HALF = 2
-_MOMENTS = 2
+MOMENTS: Mapping[str, int] = {"adamw": 2, "momentum": 1, "sgd": 0}
+"""Elements that an optimizer keeps for each parameter, by name: of AdamW, of SGD with and without
+momentum."""
 # AdamW works tensor by tensor: the denominator, its root and one product are there at once.
 _UPDATE_TEMPORARIES = 3
 _RUNTIME_BYTES = 500 * 2**20
@@ -36,7 +39,8 @@ class RankMemory:
         parameters: That forward and backward use.
         gradients: Of them.
         optimizer: Moments, and fp32 parameters where the others are half.
-        checkpoint: What this rank saves: fp32 parameters and moments, its share of them.
+        checkpoint: What this rank saves: its share of fp32 parameters and moments. What all
+            ranks have alike they save in turns.
     """
 
     parameters: int
@@ -51,17 +55,24 @@ class RankMemory:
 
 
 def memory_per_rank(
-    parameters: int, *, world: int = 1, stage: int = 0, half: bool = False
+    parameters: int,
+    *,
+    world: int = 1,
+    stage: int = 0,
+    half: bool = False,
+    optimizer: str = "adamw",
 ) -> RankMemory:
-    """Memory of model states under Adam, 16 bytes a parameter over all (Rajbhandari et al. 2020,
-    ZeRO, section 3.1 and figure 1).
+    """Memory of model states; under Adam 16 bytes a parameter over all ranks (Rajbhandari et al.
+    2020, ZeRO, section 3.1 and figure 1).
 
     Args:
         parameters: Of the whole model.
         world: Ranks.
-        stage: Of ZeRO: 0 shares nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
+        stage: Of ZeRO: 0 shares nothing, 1 optimizer states, 2 gradients too, 3 parameters too,
+            as ``fully_shard`` does.
         half: Whether parameters and gradients are fp16 or bf16 over an fp32 master copy, as in
             DeepSpeed; else all is fp32, as under autocast.
+        optimizer: One of ``MOMENTS``.
 
     Raises:
         UsageError: A number is out of range.
@@ -76,12 +87,12 @@ def memory_per_rank(
             raise UsageError(f"{name}: expected a number from {low} to {high}, found {value}")
     share = -(-parameters // world)  # of the largest rank
     width = _HALF if half else _FULL
-    moments = _MOMENTS * _FULL + (_FULL if half else 0)
+    moments = MOMENTS[optimizer] * _FULL
     return RankMemory(
         parameters=width * (share if stage >= 3 else parameters),
         gradients=width * (share if stage >= 2 else parameters),
-        optimizer=moments * (share if stage >= 1 else parameters),
-        checkpoint=(1 + _MOMENTS) * _FULL * (share if stage >= 1 else parameters),
+        optimizer=(moments + (_FULL if half else 0)) * (share if stage >= 1 else parameters),
+        checkpoint=(_FULL + moments) * share,
     )
 
 
@@ -92,30 +103,49 @@ class Measured:
     Attributes:
         parameters: Number of them; tied ones count once.
         largest: Number of the largest single parameter.
+        unit: Parameters of the largest unit that is gathered as one: a layer, or all but layers.
         buffer_bytes: Of buffers such as running means.
         activation_bytes: What one batch keeps for its backward pass.
     """
 
     parameters: int
     largest: int
+    unit: int
     buffer_bytes: int
     activation_bytes: int
 
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Parameters and two moments in fp32, and buffers."""
-        return memory_per_rank(self.parameters).checkpoint + self.buffer_bytes
 
-    @property
-    def training_bytes(self) -> int:
-        """What a training on one rank in fp32 needs at its peak, torch itself included."""
-        update = _UPDATE_TEMPORARIES * _FULL * self.largest
-        return (
-            memory_per_rank(self.parameters).total
-            + self.buffer_bytes
-            + max(self.activation_bytes, update)
-            + _RUNTIME_BYTES
-        )
+def training_bytes(
+    measured: Measured, *, parallel: Parallel = ALONE, world: int = 1, half: bool = False
+) -> int:
+    """What the training of one rank needs at its peak, torch itself included.
+
+    Args:
+        measured: The preset's figures.
+        parallel: How it is spread.
+        world: Over how many ranks.
+        half: Whether it computes in half precision. That counts where parameters are half then;
+            under autocast what it saves of activations is not counted on.
+    """
+    half = half and parallel.masters
+    width = _HALF if half else _FULL
+    states = memory_per_rank(measured.parameters, world=world, stage=parallel.stage, half=half)
+    share = world if parallel.stage else 1
+    update = _UPDATE_TEMPORARIES * _FULL * -(-measured.largest // share)
+    activations = measured.activation_bytes * width // _FULL
+    buckets = min(BUCKET_ELEMENTS, measured.parameters)
+    working = parallel.units * measured.unit + parallel.buckets * buckets
+    return (
+        states.total
+        + measured.buffer_bytes
+        + max(activations + width * working, update)
+        + _RUNTIME_BYTES
+    )
+
+
+def starting_bytes(measured: Measured) -> int:
+    """Host memory that a rank takes to build the model, whole and in fp32 however it is spread."""
+    return _FULL * measured.parameters + measured.buffer_bytes + _RUNTIME_BYTES
 
 
 def count_parameters(preset: Preset, task: str) -> int:
@@ -140,6 +170,8 @@ def measure(preset: Preset, task: str, pretrained: Path | None = None) -> Measur
         LabError: The preset or the folder names what does not exist.
         UsageError: What they say does not go together.
     """
+    from asymcheck_lab.drive import blocks
+
     try:
         with on_meta():
             model: Any = blank(preset, task, pretrained)
@@ -161,17 +193,41 @@ def measure(preset: Preset, task: str, pretrained: Path | None = None) -> Measur
     if preset.recipe.recompute:
         layers = max(1, int(getattr(model.config, "num_hidden_layers", 1)))
         kept = round(kept * (1 / layers + _INPUT_SHARE))
+    units = [sum(p.numel() for p in unit.parameters()) for unit in blocks(model)]
+    total = sum(p.numel() for p in parameters)
     return Measured(
-        parameters=sum(p.numel() for p in parameters),
+        parameters=total,
         largest=max(p.numel() for p in parameters),
+        unit=max(total - sum(units), *units, 0),
         buffer_bytes=sum(b.nbytes for b in model.buffers()),
         activation_bytes=kept,
     )
 
 
-def needed_bytes(measured: Measured, *, checkpoints: bool) -> int:
-    """Memory of the machine for a training, with the copy that a checkpoint is written from."""
-    return measured.training_bytes + (measured.checkpoint_bytes if checkpoints else 0)
+def needed_bytes(
+    measured: Measured,
+    *,
+    checkpoints: bool,
+    parallel: Parallel = ALONE,
+    world: int = 1,
+    half: bool = False,
+) -> int:
+    """Memory for the training of one rank, with the copy that a checkpoint is written from.
+
+    Args:
+        measured: The preset's figures.
+        checkpoints: Whether there is such a copy.
+        parallel: See ``training_bytes``.
+        world: See there.
+        half: See there.
+    """
+    training = training_bytes(measured, parallel=parallel, world=world, half=half)
+    return training + (saved_bytes(measured, world) if checkpoints else 0)
+
+
+def saved_bytes(measured: Measured, world: int = 1) -> int:
+    """What one of so many ranks saves, and holds a copy of meanwhile."""
+    return memory_per_rank(measured.parameters, world=world).checkpoint + measured.buffer_bytes
 
 
 def refuse_what_cannot_fit(
@@ -181,33 +237,55 @@ def refuse_what_cannot_fit(
     checkpoints: bool,
     device: str = "cpu",
     pretrained: Path | None = None,
+    parallel: Parallel = ALONE,
+    world: int = 1,
+    local: int = 1,
 ) -> Measured:
     """Say no to a preset that is larger than the memory, before any of it is allocated.
+
+    Args:
+        preset: What is to be trained.
+        task: One of the model's tasks.
+        checkpoints: Whether it saves.
+        device: Where.
+        pretrained: A local folder whose configuration is taken.
+        parallel: How it is spread.
+        world: Over how many ranks.
+        local: How many of them are on this host.
 
     Raises:
         UsageError: It is; says what it needs and what there is.
         LabError: See ``measure``.
     """
     measured = measure(preset, task, pretrained)
-    limits = [("memory", needed_bytes(measured, checkpoints=checkpoints), host_bytes())]
-    if device != "cpu":
+    half = preset.recipe.precision != "fp32"
+    training = training_bytes(measured, parallel=parallel, world=world, half=half)
+    saved = saved_bytes(measured, world) if checkpoints else 0
+    if device == "cpu":
+        # Building is over before a checkpoint's copy is made.
+        host = training + saved if world == 1 else max(training + saved, starting_bytes(measured))
+        limits = [("memory", local * host, host_bytes())]
+    else:
         import torch
 
         there = int(torch.cuda.get_device_properties(device).total_memory)
-        saved = measured.checkpoint_bytes if checkpoints else 0
+        host = max(saved, starting_bytes(measured)) if world > 1 else saved
         limits = [
-            (f"memory of {device}", measured.training_bytes, there),
-            ("memory", saved, host_bytes()),
+            (f"memory of {device}", training, there),
+            ("memory", local * host, host_bytes()),
         ]
+    states = memory_per_rank(
+        measured.parameters, world=world, stage=parallel.stage, half=half and parallel.masters
+    )
     for what, needed, there in limits:
         if needed > there:
-            copy = f", {size_text(measured.checkpoint_bytes)} for a checkpoint's copy"
+            copy = f", {size_text(saved)} for a checkpoint's copy" if checkpoints else ""
+            ranks = f" on {local} of {world} ranks, each" if world > 1 else ""
             raise UsageError(
                 f"{preset.name}: {task} with {measured.parameters:,} parameters needs "
-                f"{size_text(needed)} of {what} ("
-                f"{size_text(memory_per_rank(measured.parameters).total)} for parameters, "
+                f"{size_text(needed)} of {what}{ranks} ({size_text(states.total)} for parameters, "
                 f"gradients and moments, {size_text(measured.activation_bytes)} for activations"
-                f"{copy if checkpoints else ''}), found {size_text(there)}: take a smaller size, "
+                f"{copy}), found {size_text(there)}: take a smaller size, "
                 f"a smaller batch or a larger machine; asymlab sizes shows what each one needs"
             )
     return measured

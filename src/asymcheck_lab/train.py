@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -18,6 +18,7 @@ from asymcheck.errors import nearest
 from asymcheck.recovery import RestoreReport
 from asymcheck_lab.errors import RunError, UsageError
 from asymcheck_lab.fingerprint import fingerprint
+from asymcheck_lab.parallel import find_parallel
 from asymcheck_lab.presets import PRECISIONS, Preset, load_preset, task_of
 from asymcheck_lab.recipe import Recipe, check_precision
 from asymcheck_lab.recipe import seed_everything as seed_everything
@@ -25,6 +26,7 @@ from asymcheck_lab.recipe import vary as vary
 from asymcheck_lab.record import Ledger, LogWriter, Result, StepRecord
 from asymcheck_lab.sizes import refuse_what_cannot_fit
 from asymcheck_lab.tasks import open_data
+from asymcheck_lab.world import World, join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,9 @@ class TrainOptions:
         recompute: Whether to compute activations again, ``None`` for the preset's.
         workers: Threads that make batches ahead.
         evaluate_every: Steps between two evaluations, 0 for one at the end.
-        device: Where the model is trained.
+        device: Where the model is trained: ``cpu`` or ``cuda``, with several ranks the device of
+            each rank's number on its host.
+        parallel: How it is spread over the ranks that a launcher started, one of ``PARALLELS``.
     """
 
     model: str = "gpt2"
@@ -77,6 +81,7 @@ class TrainOptions:
     workers: int = 0
     evaluate_every: int = 0
     device: str = "cpu"
+    parallel: str = "none"
 
     def __post_init__(self) -> None:
         for name, lowest in (
@@ -139,49 +144,63 @@ class Silent:
 def train(options: TrainOptions, observer: Observer | None = None) -> Result:
     """Train until ``options.steps``, from the newest whole checkpoint or from the start; blocks.
 
+    With several ranks each of them calls this. Losses are means over the ranks; rank 0 alone
+    writes log, trace and result, and ``observer`` is told on each.
+
     Raises:
         LabError: The data or an option cannot be used, or the loss is no number.
         CheckpointError: The library refused or lost something.
     """
     preset, task = options.preset(), task_of(options.model, options.task)
+    parallel = find_parallel(options.parallel)
     check_precision(preset.recipe.precision, options.device)
-    refuse_what_cannot_fit(
-        preset,
-        task,
-        checkpoints=options.root is not None,
-        device=options.device,
-        pretrained=options.pretrained,
-    )
-    data = open_data(preset, task, options.data, pretrained=options.pretrained)
-    with _deterministic(options), LogWriter(options.log) as log:
-        seed_everything(options.seed)
-        recipe = Recipe(
+    with join(options.parallel, options.device) as world:
+        refuse_what_cannot_fit(
             preset,
             task,
-            data,
-            seed=options.seed,
-            workers=options.workers,
-            device=options.device,
+            checkpoints=options.root is not None,
+            device=world.device,
             pretrained=options.pretrained,
+            parallel=parallel,
+            world=world.size,
+            local=world.local_size,
         )
-        try:
-            result = _Job(options, recipe).run(log, observer or Silent())
-        finally:
-            recipe.close()
-    if options.result is not None:
+        data = open_data(preset, task, options.data, pretrained=options.pretrained)
+        with _deterministic(options), _log_of(options, world) as log:
+            seed_everything(options.seed)
+            recipe = Recipe(
+                preset,
+                task,
+                data,
+                seed=options.seed,
+                workers=options.workers,
+                pretrained=options.pretrained,
+                parallel=options.parallel,
+                world=world,
+            )
+            try:
+                result = _Job(options, recipe, world).run(log, observer or Silent())
+            finally:
+                recipe.close()
+    if options.result is not None and world.rank == 0:
         result.write(options.result)
     return result
+
+
+def _log_of(options: TrainOptions, world: World) -> AbstractContextManager[LogWriter | None]:
+    return LogWriter(options.log) if world.rank == 0 else nullcontext()
 
 
 class _Job:
     """The live objects of one training, and its loop."""
 
-    def __init__(self, options: TrainOptions, recipe: Recipe) -> None:
+    def __init__(self, options: TrainOptions, recipe: Recipe, world: World) -> None:
         self._options = options
         self._recipe = recipe
+        self._world = world
         self._ledger = Ledger()
 
-    def run(self, log: LogWriter, observer: Observer) -> Result:
+    def run(self, log: LogWriter | None, observer: Observer) -> Result:
         checkpointer = self._checkpointer()
         with nullcontext() if checkpointer is None else checkpointer:
             start = 0 if checkpointer is None else checkpointer.restore()
@@ -195,7 +214,8 @@ class _Job:
             begin_s = perf_counter()
             for step in range(start + 1, self._options.steps + 1):
                 record = self._step(step, start, checkpointer)
-                log.write(record)
+                if log is not None:
+                    log.write(record)
                 observer.stepped(record)
             loop_s = perf_counter() - begin_s
             if checkpointer is not None:
@@ -212,11 +232,19 @@ class _Job:
             loop_s=loop_s,
             drain_s=drain_s,
             checkpoints=tuple(self._ledger.checkpoints()),
-            fingerprint=fingerprint(
-                self._recipe.model, self._recipe.optimizer, self._recipe.values()
-            ),
+            fingerprint=self._fingerprint(),
             scores=self._recipe.evaluate(),
         )
+
+    def _fingerprint(self) -> dict[str, str]:
+        """Of what this rank has; of several, what each of them has, by rank."""
+        recipe = self._recipe
+        each = self._world.gather(fingerprint(recipe.bare, recipe.optimizer, recipe.values()))
+        if len(each) == 1:
+            return dict(each[0])
+        return {
+            f"rank{n}/{key}": value for n, mine in enumerate(each) for key, value in mine.items()
+        }
 
     def _checkpointer(self) -> Checkpointer | None:
         if self._options.root is None:
@@ -228,7 +256,7 @@ class _Job:
             every_steps=self._options.every,
             keep_last=self._options.keep_last,
             sink=self._ledger,
-            trace=self._options.trace,
+            trace=self._options.trace if self._world.rank == 0 else None,
         )
 
     def _step(self, step: int, start: int, checkpointer: Checkpointer | None) -> StepRecord:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -196,6 +196,19 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def matrix_of(
+    points: Iterable[str], victims: Iterable[str], few: Mapping[str, Sequence[str]]
+) -> list[Any]:
+    """Every victim at every point; of those in ``few`` all but these points are slow."""
+    return [
+        pytest.param(
+            victim, point, marks=[] if point in few.get(victim, [point]) else [pytest.mark.slow]
+        )
+        for victim in victims
+        for point in points
+    ]
+
+
 # --- killed while the trainer is at a point of its own ----------------------
 
 
@@ -255,8 +268,15 @@ TRAINER_POINTS = {
 }
 
 
-@pytest.mark.parametrize("point", TRAINER_POINTS)
-@pytest.mark.parametrize("victim", ["trainer", "trainer by SIGTERM", "both"])
+@pytest.mark.parametrize(
+    ("victim", "point"),
+    matrix_of(
+        TRAINER_POINTS,
+        ["trainer", "trainer by SIGTERM", "both"],
+        # Nobody handles it: it ends the process as SIGKILL does.
+        few={"trainer by SIGTERM": ["first piece", "after the update"]},
+    ),
+)
 def test_a_trainer_killed_at_any_point_loses_only_what_was_not_sealed(
     matrix: Matrix, point: str, victim: str
 ) -> None:
@@ -313,8 +333,15 @@ PERSISTER_POINTS = {
 }
 
 
-@pytest.mark.parametrize("point", PERSISTER_POINTS)
-@pytest.mark.parametrize("victim", ["trainer", "persister", "both"])
+@pytest.mark.parametrize(
+    ("victim", "point"),
+    matrix_of(
+        PERSISTER_POINTS,
+        ["trainer", "persister", "both"],
+        # It goes on from wherever it was stopped.
+        few={"trainer": ["flush, mid pack", "index, after", "manifest, before"]},
+    ),
+)
 def test_what_is_sealed_survives_a_kill_at_any_point_of_the_persister(
     matrix: Matrix, point: str, victim: str
 ) -> None:

@@ -39,7 +39,9 @@ def played(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def index_of(repository: Repository, at: CheckpointId, state: State, rank: int, world: int) -> Index:
+def index_of(
+    repository: Repository, at: CheckpointId, state: State, rank: int, world: int
+) -> Index:
     """Write what a rank holds of a state; returns its index, which is not written."""
     collected = state.collect()
     placed = Placer().place(collected, 0)
@@ -68,11 +70,11 @@ def commit(repository: Repository, indexes: list[Index]) -> None:
     at = indexes[0].at
     data = [(index, dump_index(index)) for index in indexes]
     for index, text in data:
-        write_whole(repository.store, index_name(at, index.rank), text)
-    write_whole(repository.store, manifest_name(at), make_manifest(data))
+        write_whole(repository.store, index_name(at, index.rank), [text])
+    write_whole(repository.store, manifest_name(at), [make_manifest(data)])
 
 
-def save(make: Make, world: int, **options: Any) -> Repository:  # noqa: ANN401
+def save(make: Make, world: int, **options: Any) -> Repository:
     """A repository with the checkpoint of a world, whose ranks this process plays in turn."""
     repository = create_repository(MemoryStore())
     at = CheckpointId(repository.claim(None).number, 1)
@@ -92,7 +94,7 @@ def load(
     world: int,
     *,
     replicated: tuple[str, ...] = (),
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> RestoreReport:
     """Restore one rank, without asking the others."""
     wanted: dict[str, Any] = {"step": None, "strict": True, "cast": False, "sink": discard}

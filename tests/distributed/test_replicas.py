@@ -101,7 +101,7 @@ def test_a_declared_item_is_shared_and_one_that_is_not_is_each_ranks_own() -> No
             assert state.shared_geometry() is state.shared_geometry()
             assert set(state.replica_samples()) == {"a", "a/x"}
     assert keys[0] ^ keys[1] == {"a/x"}
-    with pytest.raises(StateError, match="'c'|c: said to be replicated"):
+    with pytest.raises(StateError, match="'c': said to be replicated"):
         State(items, rank=0, world=2, replicated=("c",))
 
 
@@ -186,9 +186,10 @@ def test_another_world_continues_those_of_saved_ranks_and_seeds_further_ones() -
 
 def test_an_item_that_can_be_divided_gets_the_states_of_all_ranks() -> None:
     repository = save(lambda rank: _own(rank, Divisible), 3)
-    with played(1, 2), pytest.warns(CheckpointWarning, match="'data' got the states of all 3"):
+    with played(1, 2):
         live = _own(5, Divisible)
-        load(repository, live, 1, 2)
+        with pytest.warns(CheckpointWarning, match="'data' got the states of all 3"):
+            load(repository, live, 1, 2)
     assert live["data"].states == [10, 11, 12, 1, 2]
     with played(1, 3):
         live = _own(5, Divisible)
@@ -198,12 +199,13 @@ def test_an_item_that_can_be_divided_gets_the_states_of_all_ranks() -> None:
 
 def test_a_restart_keeps_generators_and_data_as_they_are_but_no_schedule() -> None:
     repository = save(_own, 2)
-    with played(0, 3), pytest.warns(CheckpointWarning, match="'data' was not restored"):
+    with played(0, 3):
         live = _own(5)
         torch.manual_seed(77)
         random.seed(77)
         np.random.seed(77)
-        load(repository, live, 0, 3, on_world_change="restart")
+        with pytest.warns(CheckpointWarning, match="'data' was not restored"):
+            load(repository, live, 0, 3, on_world_change="restart")
         found = _drawn()
         torch.manual_seed(77)
         random.seed(77)
@@ -223,7 +225,7 @@ def test_another_world_is_refused_where_that_is_asked_for() -> None:
 def test_ranks_come_to_the_same_end_when_one_of_them_cannot_read() -> None:
     repository = save(_own, 2)
 
-    def told(what: str, mine: Any) -> list[Any]:  # noqa: ANN401
+    def told(what: str, mine: Any) -> list[Any]:
         other = ["wrong", "it has no such model", False]
         return [mine, other if what.startswith("planning") else mine]
 

@@ -29,6 +29,11 @@ from asymcheck.testing.ranks import check_all, run_ranks
 KINDS = ("fsdp2", "hsdp", "fsdp2 over tensor parallel", "ddp")
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # a fork does not inherit a thread pool
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +109,7 @@ def _restored(root: Path, kind: str, world: int) -> list[object]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)
 
-            def exchange(what: str, mine: Any) -> list[Any]:  # noqa: ANN401
+            def exchange(what: str, mine: Any) -> list[Any]:
                 told: list[Any] = [None] * world
                 dist.all_gather_object(told, [what, mine])
                 assert {other for other, _ in told} == {what}

@@ -35,7 +35,7 @@ from asymcheck_lab.bench_stats import Estimate, estimate, summarize
 from asymcheck_lab.cli import app
 from asymcheck_lab.errors import DataError, UsageError
 from asymcheck_lab.models import FAMILIES
-from asymcheck_lab.rivals import RIVALS, Job, Rival, System, TorchSave
+from asymcheck_lab.rivals import RIVALS, Asymcheck, Job, Rival, System, TorchSave
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "results" / "bench.jsonl"
@@ -130,6 +130,24 @@ class NeverDurable(TorchSave):
         self.durable_s.clear()
 
 
+class Full(Asymcheck):
+    """Skips, as a strategy does whose earlier checkpoints are under way."""
+
+    skips = 4
+
+    def start(self) -> None:
+        super().start()
+        assert self._checkpointer is not None
+        save = self._checkpointer.step
+        self._checkpointer.step = lambda n: None if n == self.skips else save(n)
+
+
+class FullAtTheEnd(Full):
+    """Skips the checkpoint that is to be loaded back."""
+
+    skips = 8
+
+
 class SlowHook(System):
     """Blocks in a hook of its own before the update, as asymcheck's fence does."""
 
@@ -167,6 +185,26 @@ def test_a_checkpoint_that_never_becomes_durable_fails_the_run(
     outcome = run_in_child(lambda say: say(measure(spec)))
     assert outcome.status != 0
     assert "step 1: never became durable with never-durable" in outcome.error
+
+
+def test_a_checkpoint_that_a_strategy_skipped_is_said_to_be_skipped_and_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_system(monkeypatch, "full", Full)
+    measured = measure_in_child(spec_for("full", tmp_path / "root", check=True, steps=6))
+    found = {c["step"]: (c["skipped"], c["durable_s"] is None) for c in measured["checkpoints"]}
+    assert found == {2: (False, False), 4: (True, True), 6: (False, False)}
+    assert measured["bit_exact"] is True
+
+
+def test_a_run_whose_last_checkpoint_is_skipped_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_system(monkeypatch, "full", FullAtTheEnd)
+    spec = spec_for("full", tmp_path / "root", check=True, verify=False, steps=6)
+    outcome = run_in_child(lambda say: say(measure(spec)))
+    assert outcome.status != 0
+    assert "step 8: full skipped the checkpoint that was to be loaded back" in outcome.error
 
 
 def test_what_a_system_does_in_a_hook_of_the_optimizer_counts_as_blocked(

@@ -11,6 +11,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from asymcheck.errors import OptionError
+from asymcheck.planning.layout import CHUNK_BYTES
+from asymcheck.planning.policy import Admission
 from asymcheck.planning.strategies import strategies
 from asymcheck_lab import compare_forms
 from asymcheck_lab.cli import app
@@ -57,7 +60,7 @@ def test_every_strategy_of_the_table_has_a_closed_form_and_two_cases() -> None:
     found = list(cases(FormOptions()))
     assert [spec.strategy for spec in found] == [name for name in strategies for _ in range(2)]
     for spec in found:
-        assert mechanisms_of(strategies[spec.strategy])
+        assert mechanisms_of(strategies[spec.strategy], spec.state_bytes)
         root = replace(spec, folder="/somewhere").root
         assert root == "throttled+file:///somewhere?bytes_per_s=24000000.0"
     assert {spec.every for spec in found} == {1, 16}
@@ -80,6 +83,26 @@ def test_the_forms_get_the_times_of_the_measurement() -> None:
         record(strategy="asymcheck-paper", every=10, stored_bytes=6_400_000, encode_s=0.3)
     )
     assert last.durable_s == pytest.approx(0.05 + 0.1 + 0.3)
+
+
+def test_a_ring_that_is_smaller_than_the_state_holds_the_copy_back() -> None:
+    ring = replace(
+        strategies["datastates"],
+        admission=Admission(max_in_flight=4, ring_bytes=4 * CHUNK_BYTES),
+    )
+    size = 10 * CHUNK_BYTES
+    (how,) = mechanisms_of(ring, size)
+    assert (how.pieces, how.ring_pieces, how.max_in_flight) == (10, 4, 4)
+    assert mechanisms_of(ring, 4 * CHUNK_BYTES)[0].ring_pieces is None
+    # What the library calls copying contains the wait for room: the plain copy is taken.
+    seldom = {"every": 100, "raw_bytes": size, "stored_bytes": size, "bytes_per_s": size / 2.0}
+    form = predicted(record(strategy=ring, library_copy_s=1.5, **seldom))
+    # The last of ten pieces is copied when the sixth was written, at 0.2 s a piece:
+    # (10 - 4 - 1) * 0.2 + 2 * 0.005 + 0.2 after the boundary, less the window.
+    assert form.fence_s == pytest.approx(5 * 0.2 + 2 * 0.005 + 0.2 - 0.15)
+    assert form.durable_s == pytest.approx(0.005 + 2.0)
+    with pytest.raises(OptionError, match="ring_pieces: expected at least 3"):
+        mechanisms_of(replace(ring, admission=Admission(ring_bytes=2 * CHUNK_BYTES)), size)
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from asymcheck_lab.bench_stats import estimate, summarize
 from asymcheck_lab.cli import app
+from asymcheck_lab.compare_records import read_runs
+from asymcheck_lab.compare_stats import COLUMNS, CellRows, Row, cells_of, told_apart
 from asymcheck_lab.errors import DataError, LabError
 from asymcheck_lab.page import write_page
-from asymcheck_lab.page_cells import COLUMNS, Cell, Row, cells_of, looks_of, told_apart
-from asymcheck_lab.page_plots import marker_of
-from asymcheck_lab.page_records import read_runs
+from asymcheck_lab.page_plots import looks_of, marker_of
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "results" / "bench.jsonl"
@@ -42,12 +42,12 @@ def rounds(make: Record, count: int = 5, **systems: Mapping[str, Any]) -> list[d
     ]
 
 
-def cell_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> Cell:
+def cell_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> CellRows:
     (cell,) = cells_of(read_runs([results(folder, records)]))
     return cell
 
 
-def row_of(cell: Cell, system: str) -> Row:
+def row_of(cell: CellRows, system: str) -> Row:
     return next(row for row in (*cell.rows, *cell.missing) if row.run.system == system)
 
 

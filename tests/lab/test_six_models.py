@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
+from asymcheck.memory.process import ProcessId
+from asymcheck.testing.children import Child
 from asymcheck_lab.killer import Killer, stopping_url
 from asymcheck_lab.proof import different_entries, different_losses
 from asymcheck_lab.record import StepRecord, read_log
@@ -38,21 +38,18 @@ def options(folder: Path, model: str, changes: dict, **more) -> TrainOptions:
 
 def killed_in_a_save(folder: Path, model: str, changes: dict) -> list[StepRecord]:
     """The steps of a training that was killed while the checkpoint of ``KILL_AT`` was written."""
-    root, killer = folder / "checkpoints", Killer()
-    command = [sys.executable, "-P", "-m", "asymcheck_lab", "train", model, "--size", "tiny"]
-    fixed = {"run": folder, "steps": STEPS, "every": EVERY, "threads": 1}
-    for name, value in {**fixed, "root": stopping_url(root, KILL_AT), **changes}.items():
-        command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    try:
-        until_s = time.monotonic() + LIMIT_S
-        while process.poll() is None and time.monotonic() < until_s:
-            killer.look(process.pid)
-            time.sleep(0.02)
-    finally:
-        process.kill()
-        code = process.wait()
-    assert (code, killer.trainer, len(killer.persisters)) == (-9, process.pid, 2)
+    killer = Killer()
+    killed = options(folder, model, changes, root=stopping_url(folder / "checkpoints", KILL_AT))
+    # A fork: what a process of its own imports first would take longer than all its steps.
+    child = Child(lambda _: train(killed))
+    until_s = time.monotonic() + LIMIT_S
+    while ProcessId.of(child.pid).is_alive and time.monotonic() < until_s:
+        killer.look(child.pid)
+        time.sleep(0.02)
+    child.kill()
+    outcome = child.wait()
+    assert outcome.was_killed, outcome.error
+    assert (killer.trainer, len(killer.persisters)) == (child.pid, 2)
     return read_log(folder / "log.jsonl")
 
 

@@ -32,6 +32,8 @@ from asymcheck.planning.cadence import (
     young_interval_s,
 )
 from asymcheck.planning.policy import Admission
+from asymcheck.planning.strategies import strategies
+from asymcheck.planning.variants import TRIES
 from asymcheck.storage.memory import MemoryStore
 from asymcheck.timekeeping import Timekeeper
 from asymcheck.tracing import read_trace
@@ -430,13 +432,18 @@ def test_what_a_restore_takes_is_no_step_and_going_back_is_none_either() -> None
 REPORT = SaveReport(3, 1, 10, 1, 5, 0.25, 0.5, 1.0, 2.0, 4.0, 0.1, 2)
 
 
-def test_a_cost_is_what_the_report_says_and_all_of_it_where_training_waited() -> None:
+def test_a_cost_is_what_the_report_says() -> None:
     seen = Seen()
-    keeper = Timekeeper(seen, 1)
-    keeper.note_durable(REPORT, waited=False)
-    keeper.note_durable(REPORT, waited=True)
-    assert seen.calls[1:] == [SaveCost(0.25, 0.5, 4.0), SaveCost(4.0, 0.0, 4.0)]
-    assert [(c.stall_s, c.write_s) for c in seen.calls[1:]] == [(0.75, 3.75), (4.0, 0.0)]
+    Timekeeper(seen, 1).note_durable(REPORT)
+    (cost,) = seen.calls[1:]
+    assert cost == SaveCost(0.25, 0.5, 4.0)
+    assert (cost.stall_s, cost.write_s) == (0.75, 3.75)
+
+
+def test_what_was_captured_to_see_how_is_told_to_no_cadence() -> None:
+    seen = Seen()
+    Timekeeper(seen, 1).note_durable(replace(REPORT, is_trial=True))
+    assert seen.calls == [("begin", 1)]
 
 
 def test_an_interval_that_changes_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -446,7 +453,7 @@ def test_an_interval_that_changes_is_logged_once(caplog: pytest.LogCaptureFixtur
     assert not caplog.records
     for step in range(1, 9):
         keeper.note_step(step)
-    keeper.note_durable(REPORT, waited=False)
+    keeper.note_durable(REPORT)
     for _ in range(3):
         keeper.due(9, 0)
     (record,) = caplog.records
@@ -521,14 +528,41 @@ def test_a_strategy_that_waits_has_cost_training_all_of_the_time() -> None:
     blocking = replace(Strategy(), capture="blocking", persist="before")
     with Checkpointer(MemoryStore(), state=state(), strategy=blocking, cadence=seen) as ckpt:
         ckpt.restore()
-        train(ckpt, range(1, 3))
+        handle = ckpt.step(1)
+        assert handle is not None
+        report = handle.durable.result(60)
+        train(ckpt, range(2, 4))
+    assert report.step_stall_s == report.durable_s > 0.0
+    assert report.fence_stall_s == 0.0
     (cost, *_) = [call for call in seen.calls if isinstance(call, SaveCost)]
     assert cost.stall_s == cost.durable_s > 0.0
 
 
+def test_the_interval_is_decided_by_the_way_of_capture_that_the_trials_left() -> None:
+    checkfreq = replace(strategies["checkfreq"], cadence=OverheadBudget(1e9, profile_steps=1))
+    model = torch.nn.Linear(256, 256)  # 256 KiB: large enough to be copied lazily
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optim": optimizer}
+    reports: list[SaveReport] = []
+    with Checkpointer(MemoryStore(), state=state, strategy=checkfreq) as ckpt:
+        ckpt.restore()
+        for step in range(1, 40):
+            model(torch.ones(1, 256)).sum().backward()
+            optimizer.step()
+            handle = ckpt.step(step)
+            if len(reports) > 2 * TRIES:
+                break
+            if handle is not None:
+                assert ckpt.cadence_report.startswith("not known yet")
+                reports.append(handle.durable.result(60))
+        assert ckpt.cadence_report.startswith("every ")
+    assert [report.is_trial for report in reports] == [True] * 2 * TRIES + [False]
+    assert {report.capture for report in reports[:-1]} == {"lazy", "device-copy"}
+
+
 def test_a_failed_save_is_told_to_no_cadence() -> None:
     seen = Seen()
-    outcomes = Outcomes("raise", False, Timekeeper(seen, 1), None)
+    outcomes = Outcomes("raise", Timekeeper(seen, 1), None)
     with Checkpointer(MemoryStore(), state=state()) as ckpt:
         ckpt.restore()
         handle = ckpt.save(1)

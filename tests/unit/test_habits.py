@@ -17,6 +17,7 @@ MODULES = sorted(SRC.rglob("*.py"))
 WITH_TORCH = {
     "agreement.py",
     "device",
+    "integrations",
     "keeping.py",
     "options.py",
     "rank_store.py",

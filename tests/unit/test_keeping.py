@@ -418,3 +418,30 @@ def test_gemini_keeps_each_step_in_memory(train: Callable[..., Training]) -> Non
     assert training.checkpointer.steps() == []
     training.checkpointer.close()
     training.check([5])
+
+
+def test_what_is_whole_at_its_boundary_goes_to_the_store_once_whoever_comes_first(
+    tmp_path: Path,
+) -> None:
+    counts = torch.zeros(3)  # nothing of it is lazy
+    checkpointer = Checkpointer(tmp_path / "run", state={"c": counts}, strategy=placed())
+    checkpointer.restore()
+    snapshotter: Any = checkpointer._capturing()
+    begun: list[int] = []
+    late: list[Any] = []
+    begin = snapshotter._persister.begin
+
+    def counted(slot: Slot, step: int) -> Any:
+        begun.append(step)
+        while late:
+            late.pop().run(lambda: None)  # only now the copying thread comes to it
+        return begin(slot, step)
+
+    snapshotter._persister.begin, snapshotter.copier.start = counted, late.append
+    handle = checkpointer.save(1)
+    assert checkpointer.wait(WAIT_S)
+    assert begun == [1]
+    assert not late
+    assert handle.durable.result(0).tier == "memory"
+    checkpointer.close()
+    assert begun == [1]

@@ -64,9 +64,11 @@ def make_slot(
     owner: int,
     state: SlotState = SlotState.SEALED,
     attempt: int = 1,
+    sparse_bytes: int = 0,
 ) -> Path:
     name = slot_name(repository.run, 0, 1).replace(f"-{os.getpid()}-", f"-{owner}-")
-    slot = Slot.create(directory, name, 1 << 16, 1 << 16)
+    sparse = sparse_bytes > 0
+    slot = Slot.create(directory, name, sparse_bytes or 1 << 16, 1 << 16, sparse=sparse)
     capture = Capture(
         at=CheckpointId(attempt, 3),
         leaves=(Leaf("w", "uint8", (len(DATA),), 0, len(DATA), ()),),
@@ -336,6 +338,15 @@ def test_a_record_that_cannot_be_read_keeps_what_its_writer_may_need(
     plan = plan_repair(on_disk, tmp_path)
     assert "the record of attempt 1 cannot be read" in plan.writer
     assert mend(plan, tmp_path).temp_files == 0
+
+
+def test_a_sparse_slot_is_said_to_take_what_it_takes(
+    tmp_path: Path, repository: Repository, dead: int
+) -> None:
+    path = make_slot(tmp_path, repository, dead, sparse_bytes=1 << 24)
+    (found,) = remnants(repository.run, tmp_path)
+    assert path.stat().st_size > 1 << 24
+    assert len(DATA) <= found.nbytes < 1 << 20
 
 
 def test_a_slot_that_another_process_finishes_is_not_removed(

@@ -101,6 +101,10 @@ class Freezer:
             )
         return None
 
+    def is_trial(self, variant: Variant) -> bool:
+        """Whether the capture that now goes that way is made to see what it costs."""
+        return self._asked == "profiled" and not self._trials.knows(variant)
+
     def time_fence(self, devices: Iterable[torch.device]) -> StreamTimer | None:
         """What is to measure the fence of a lazy capture, as long as that is to be known."""
         if self._asked != "profiled" or self._trials.is_over:

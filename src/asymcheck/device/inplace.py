@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from asymcheck.device.classes import is_open
 from asymcheck.device.tensors import NUMPY_PREFIX
 from asymcheck.device.tree import Decoder, Json
 from asymcheck.errors import CheckpointError
-from asymcheck.storage.index import Leaf
 
 Bind = Callable[[str, str, object], None]
 
@@ -163,7 +162,23 @@ def _catch_up(live: object, saved: object) -> None:
 _Seed = np.random.SeedSequence
 
 
-def unlike(live: object, tree: Json, leaf: Callable[[str], Leaf | None]) -> tuple[str, str] | None:
+class Shaped(Protocol):
+    """What is known of a stored array."""
+
+    @property
+    def dtype(self) -> str:
+        """As ``Leaf.dtype``."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        ...
+
+
+def unlike(
+    live: object, tree: Json, leaf: Callable[[str], Shaped | None]
+) -> tuple[str, str] | None:
     """How a live value differs in what cannot be changed in place.
 
     Args:

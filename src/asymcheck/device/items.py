@@ -18,6 +18,7 @@ from asymcheck.device.sharding import Copies, Replication, local
 from asymcheck.device.tensors import can_cast, check_supported, dtype_name, is_supported
 from asymcheck.device.tree import Decoder, Encoder, Json
 from asymcheck.errors import CaptureError, CheckpointError
+from asymcheck.planning.pieces import Piece
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,14 @@ class Restoring:
         bind_leaves(tree, live, bind or self.places.bind)
         return Decoder(self.places.array, filled=False).decode(tree)
 
-    def tensor(self, key: str, live: torch.Tensor) -> None:
-        """Send the leaf ``key`` to ``live``, or note how they differ."""
+    def tensor(self, key: str, live: torch.Tensor, piece: Piece | None = None) -> None:
+        """Send the leaf ``key`` to ``live``, or note how they differ.
+
+        Args:
+            key: Of the leaf.
+            live: Where to.
+            piece: Which part of a whole it is, where neither it is all nor a DTensor.
+        """
         check_supported(key, local(live))
         leaf = self.places.leaf(key)
         differ = self.matching.mismatched
@@ -84,11 +91,12 @@ class Restoring:
             self.matching.missing_keys.append(key)
             return
         same = dtype_name(live.dtype) == leaf.dtype
-        if tuple(live.shape) != leaf.shape:
-            differ.append((key, f"shape {list(live.shape)}", f"shape {list(leaf.shape)}"))
+        whole = tuple(live.shape) if piece is None else piece.whole
+        if whole != leaf.shape:
+            differ.append((key, f"shape {list(whole)}", f"shape {list(leaf.shape)}"))
         elif not same and not (self.cast and can_cast(leaf.dtype, live.dtype)):
             differ.append((key, dtype_name(live.dtype), leaf.dtype))
-        elif (other := self.places.into_tensor(key, live)) is not None:
+        elif (other := self.places.into_tensor(key, live, piece)) is not None:
             differ.append((key, f"one tensor with {other}", "two tensors"))
         elif not same:
             self.matching.cast.append(key)
@@ -179,7 +187,7 @@ class ModuleItem:
             if entry in extra:
                 computed[raw] = extra[entry]
             elif isinstance(value, torch.Tensor) and _is_live(value, memory):
-                to.tensor(key, value)
+                self.plan_tensor(key, value, to)
             elif to.places.leaf(key) is not None:
                 computed[raw] = {"$leaf": key}
             else:
@@ -200,6 +208,10 @@ class ModuleItem:
                 self.module.load_state_dict(values, strict=False)
 
         return finish
+
+    def plan_tensor(self, key: str, live: torch.Tensor, to: Restoring) -> None:
+        """Give a leaf its place in a tensor of the module."""
+        to.tensor(key, live)
 
     def _memory(self) -> set[int]:
         tensors = [*self.module.parameters(), *self.module.buffers()]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from asymcheck.device.sharding import Copies, is_dtensor, local, shard_of
+from asymcheck.device.sharding import Copies, Shard, is_dtensor, local, shard_of
 from asymcheck.device.tensors import (
     NUMPY_PREFIX,
     Bytes,
@@ -131,13 +131,14 @@ class Collector:
         self._seen: dict[object, str] = {}
         self._tensors: dict[int, tuple[torch.Tensor, str] | None] = {}
 
-    def add(self, key: str, array: Array, *, kind: str = "") -> str:
+    def add(self, key: str, array: Array, *, kind: str = "", piece: Piece | None = None) -> str:
         """Note a leaf; returns the key that it is saved under.
 
         Args:
             key: Its path.
             array: Its values.
             kind: See ``Spec``; with one, nothing but an optimizer's update changes it.
+            piece: Which part of a whole a tensor is that nobody else has; a DTensor's is known.
 
         Raises:
             StateError: It cannot be saved.
@@ -148,7 +149,7 @@ class Collector:
             key = f"{wanted}~{serial}"
         self._keys.add(key)
         if isinstance(array, torch.Tensor):
-            self._note(key, self._tensor_source(key, array, kind))
+            self._note(key, self._tensor_source(key, array, kind, piece))
             return key
         source, same = _numpy_source(key, array)
         first = self._seen.setdefault(same, key) if same is not None else key
@@ -158,9 +159,9 @@ class Collector:
             self.aliases[key] = first
         return key
 
-    def state_leaf(self, key: str, array: Array) -> str:
+    def state_leaf(self, key: str, array: Array, piece: Piece | None = None) -> str:
         """Note a leaf of an optimizer's state; see ``add``."""
-        return self.add(key, array, kind="state/" + key.rpartition("/")[2])
+        return self.add(key, array, kind="state/" + key.rpartition("/")[2], piece=piece)
 
     def add_known(self, known: Known | None, tensors: Sequence[torch.Tensor]) -> bool:
         """Note tensors that all are where and what they were at the save before; else nothing.
@@ -225,8 +226,10 @@ class Collector:
         sharded = any(map(is_dtensor, tensors))
         return Known(looks, list(keys), picks, specs, lazy, aliases, sharded)
 
-    def _tensor_source(self, key: str, tensor: torch.Tensor, kind: str) -> Source:
-        mine, held, shard = tensor, None, None
+    def _tensor_source(
+        self, key: str, tensor: torch.Tensor, kind: str, piece: Piece | None
+    ) -> Source:
+        mine, held, shard = tensor, None, None if piece is None else Shard(piece, None)
         if is_dtensor(tensor):
             mine, held, shard = local(tensor), tensor, shard_of(key, tensor)
         check_supported(key, mine)
@@ -349,5 +352,6 @@ def _numpy_source(key: str, array: np.ndarray[Any, Any]) -> tuple[Source, object
 
 
 def numpy_identity(array: np.ndarray[Any, Any]) -> tuple[object, ...]:
+    """Equal for two arrays that are the same view of the same memory."""
     address = array.__array_interface__["data"][0]
     return (address, array.shape, array.strides, array.dtype.str)

@@ -136,15 +136,8 @@ class OptimizerItem:
         own = self._names(to.params)
         live, state = self.optimizer.param_groups, self.optimizer.state
         tensors = {own[id(p)]: (p, group) for group in live for p in group["params"]}
-        here = [[own[id(p)] for p in group["params"]] for group in live]
-        rename = _renaming(saved, own, to.params)
-        there = [[rename(p) for p in group["params"]] for group in saved["groups"]]
-        shapes = {
-            p: shape
-            for names, group in zip(there, saved["groups"], strict=True)
-            for p, shape in zip(names, group["shapes"], strict=True)
-        }
-        fitting = _match(name, here, there, tensors, shapes, to.matching)
+        here = [[(own[id(p)], tuple(p.shape)) for p in group["params"]] for group in live]
+        rename, shapes, fitting, options = match_groups(name, saved, here, own, live, to)
 
         states: list[tuple[torch.Tensor, Json]] = []
         for raw, tree in saved["state"].items():
@@ -160,13 +153,6 @@ class OptimizerItem:
                 continue
             to.bind(tree, state.get(tensor), _near(tensor, group, to.places))
             states.append((tensor, tree))
-        options = [
-            (group, tree["options"])
-            for group, tree, mine, theirs in zip(live, saved["groups"], here, there, strict=False)
-            if mine == theirs or set(mine) & set(theirs)
-        ]
-        for group, tree in options:
-            to.bind(tree, group)
         to.bind(saved["other"], None)
         stepped = {id(tensor) for tensor, _ in states}
         fresh = [tensors[p][0] for p in fitting if id(tensors[p][0]) not in stepped]
@@ -179,10 +165,7 @@ class OptimizerItem:
             other: Any = state
             for key, value in saved["other"]:
                 other[decoder.decode(key)] = decoder.decode(value)
-            for group, tree in options:
-                found = decoder.decode(tree)
-                kept = {k: group[k] for k in _HOW_NOT_WHAT if k in group}
-                group.update(found | kept)
+            put_options(options, decoder)
 
         return finish
 
@@ -213,6 +196,67 @@ _NOT_OPTIONS = ("params", "param_names")
 _HOW_NOT_WHAT = ("foreach", "fused", "capturable", "differentiable")
 
 
+class Match(NamedTuple):
+    """What of a saved optimizer fits a live one.
+
+    Attributes:
+        rename: From a parameter's name at the save to the one that it has now.
+        shapes: Of the saved parameters, by the name that they have now.
+        fitting: The parameters whose state can be loaded.
+        options: Live groups, each with what was saved of its options.
+    """
+
+    rename: Callable[[str], str]
+    shapes: Mapping[str, list[int]]
+    fitting: set[str]
+    options: list[tuple[dict[str, Any], Json]]
+
+
+def match_groups(
+    name: str,
+    saved: Mapping[str, Json],
+    here: list[list[tuple[str, tuple[int, ...]]]],
+    own: Mapping[int, str],
+    live: list[dict[str, Any]],
+    to: Restoring,
+) -> Match:
+    """Note how saved and live groups differ, and give their options places.
+
+    Args:
+        name: Of the item.
+        saved: The item.
+        here: Name and shape of the parameters of each live group.
+        own: Name of each parameter by ``id``.
+        live: The live groups.
+        to: Gets the differences.
+    """
+    rename = _renaming(saved, own, to.params)
+    mine = [[p for p, _ in group] for group in here]
+    there = [[rename(p) for p in group["params"]] for group in saved["groups"]]
+    shapes = {
+        p: shape
+        for names, group in zip(there, saved["groups"], strict=True)
+        for p, shape in zip(names, group["shapes"], strict=True)
+    }
+    wholes = {p: list(shape) for group in here for p, shape in group}
+    fitting = _match(name, mine, there, wholes, shapes, to.matching)
+    options = [
+        (group, tree["options"])
+        for group, tree, ours, theirs in zip(live, saved["groups"], mine, there, strict=False)
+        if ours == theirs or set(ours) & set(theirs)
+    ]
+    for group, tree in options:
+        to.bind(tree, group)
+    return Match(rename, shapes, fitting, options)
+
+
+def put_options(options: list[tuple[dict[str, Any], Json]], decoder: Decoder) -> None:
+    """Give live groups the options that were saved."""
+    for group, tree in options:
+        kept = {k: group[k] for k in _HOW_NOT_WHAT if k in group}
+        group.update(decoder.decode(tree) | kept)
+
+
 def _renaming(
     saved: Mapping[str, Json], own: Mapping[int, str], params: Params
 ) -> Callable[[str], str]:
@@ -233,19 +277,19 @@ def _match(
     name: str,
     here: list[list[str]],
     there: list[list[str]],
-    tensors: Mapping[str, tuple[torch.Tensor, Mapping[str, Any]]],
+    wholes: Mapping[str, list[int]],
     shapes: Mapping[str, list[int]],
     matching: Matching,
 ) -> set[str]:
     """Note how the groups differ; returns the parameters whose state can be loaded."""
-    missing = [p for p in tensors if p not in shapes]
-    unexpected = [p for p in shapes if p not in tensors]
-    common = [p for p in tensors if p in shapes]
-    fitting = {p for p in common if list(tensors[p][0].shape) == shapes[p]}
+    missing = [p for p in wholes if p not in shapes]
+    unexpected = [p for p in shapes if p not in wholes]
+    common = [p for p in wholes if p in shapes]
+    fitting = {p for p in common if wholes[p] == shapes[p]}
     matching.missing_keys += [f"{name}/{p}" for p in missing]
     matching.unexpected_keys += [f"{name}/{p}" for p in unexpected]
     matching.mismatched += [
-        (f"{name}/{p}", f"shape {list(tensors[p][0].shape)}", f"shape {shapes[p]}")
+        (f"{name}/{p}", f"shape {wholes[p]}", f"shape {shapes[p]}")
         for p in common
         if p not in fitting
     ]

@@ -92,8 +92,8 @@ class PatchSink:
             for box, part in _parts(want, tuple(tensor.shape), view)
         ]
         self._runs = []
-        for box, at in boxes(have, tuple(shape)):
-            box = _ordered(box, order)
+        for natural, at in boxes(have, tuple(shape)):
+            box = _ordered(natural, order)
             spans = [_span(box, at, common) for b, _ in self._live if (common := _meet(box, b))]
             if spans:
                 self._runs.append(_Run(box, at, tuple(spans)))
@@ -163,9 +163,7 @@ def _meet(one: Box, other: Box) -> Box | None:
     """What two boxes have in common."""
     start = tuple(map(max, one.start, other.start))
     ends = zip(one.start, one.shape, other.start, other.shape, strict=True)
-    shape = tuple(
-        min(a + n, b + m) - lo for (a, n, b, m), lo in zip(ends, start, strict=True)
-    )
+    shape = tuple(min(a + n, b + m) - lo for (a, n, b, m), lo in zip(ends, start, strict=True))
     return Box(start, shape) if all(n > 0 for n in shape) else None
 
 

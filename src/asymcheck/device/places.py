@@ -1,4 +1,4 @@
-"""Where stored leaves go: whole ones and pieces of a whole, into live memory where there is some."""
+"""Where stored leaves and pieces of wholes go: into live memory where there is some."""
 
 from __future__ import annotations
 
@@ -138,8 +138,14 @@ class Places:
             keys |= {alias for alias, key in index.aliases.items() if key in pieces}
         return keys
 
-    def into_tensor(self, key: str, tensor: torch.Tensor) -> str | None:
+    def into_tensor(self, key: str, tensor: torch.Tensor, piece: Piece | None = None) -> str | None:
         """Send an array to a live tensor that was checked to be one for it.
+
+        Args:
+            key: Of the array.
+            tensor: Where to.
+            piece: Which part of the whole it is; that of a DTensor is known, any other tensor
+                is all of it.
 
         Returns:
             ``None``, or the key of another one that already goes to that memory: then nothing
@@ -154,16 +160,14 @@ class Places:
             return None if first == stored.key else first  # tied: that memory is written once
         self._written[memory] = stored.key
         if is_dtensor(tensor):
-            want = shard_of(key, tensor).piece
-        else:
-            want = Piece(stored.shape, (0,) * len(stored.shape))
-        self._send(key, stored, mine, want)
+            piece = shard_of(key, tensor).piece
+        self._send(key, stored, mine, piece or Piece(stored.shape, (0,) * len(stored.shape)))
         return None
 
     def _send(self, key: str, stored: Stored, mine: torch.Tensor, want: Piece) -> None:
         """Have each part fill what it has of a piece of the whole."""
         dtype = _torch_dtype(stored)
-        target = Target(key, mine, dtype, stored.order)
+        target = Target(key, mine, dtype, () if isinstance(want.start, int) else stored.order)
         for index, leaf in stored.parts:
             if leaf.nbytes and (sink := _sink(leaf, dtype, mine, want, target)) is not None:
                 self.sinks.setdefault((index.rank, leaf.key), []).append(sink)
@@ -217,7 +221,7 @@ class Places:
             and live.shape == leaf.shape
             and live.flags.c_contiguous
             and live.flags.writeable
-            and self._written.setdefault(_numpy_identity(live), leaf.key) == leaf.key
+            and self._written.setdefault(numpy_identity(live), leaf.key) == leaf.key
         ):
             return live
         return np.empty(leaf.shape, dtype)

@@ -90,8 +90,9 @@ def _cut(spec: Spec, start_bytes: int, stop_bytes: int) -> _Cut | None:
         return _Cut(as_piece(spec, piece), None)
     start, stop = start_bytes // spec.itemsize, stop_bytes // spec.itemsize
     flat = flat_range(piece, spec.shape)
+    shape: tuple[int, ...] = (stop - start,)
     if flat is not None:
-        part, shape = Piece(piece.whole, flat[0] + start), (stop - start,)
+        part = Piece(piece.whole, flat[0] + start)
     else:
         # Only along its first dimension is a part of it a box again, and one run of memory.
         assert not isinstance(piece.start, int), "a range of the whole is one run"
@@ -100,7 +101,8 @@ def _cut(spec: Spec, start_bytes: int, stop_bytes: int) -> _Cut | None:
         first, last = start // row, stop // row
         start, stop = first * row, last * row
         corner = (*piece.start[:at], piece.start[at] + first, *piece.start[at + 1 :])
-        part, shape = Piece(piece.whole, corner), (*spec.shape[:at], last - first, *spec.shape[at + 1 :])
+        part = Piece(piece.whole, corner)
+        shape = (*spec.shape[:at], last - first, *spec.shape[at + 1 :])
     if start == stop:
         return None
     nbytes = (stop - start) * spec.itemsize
@@ -113,9 +115,7 @@ def _whole_of(spec: Spec) -> list[int]:
 
 def geometry_of(specs: Sequence[Spec]) -> dict[str, Any]:
     """What ranks must agree on of what they have in common: dtype and shape of each whole."""
-    return {
-        s.key: [s.dtype, _whole_of(s)] for s in specs if s.copies or s.piece is not None
-    }
+    return {s.key: [s.dtype, _whole_of(s)] for s in specs if s.copies or s.piece is not None}
 
 
 def samples_of(sources: Sequence[Source]) -> dict[str, str]:

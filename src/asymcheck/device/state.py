@@ -202,7 +202,7 @@ class State:
         found = samples_of(collector.sources)
         if self._world.size > 1:
             for name in sorted(self._replicated):
-                found[name] = xxhash.xxh3_64_hexdigest(items[name])
+                found[name] = xxhash.xxh3_64_hexdigest(items[name].encode())
         return found
 
     def plan(
@@ -313,6 +313,8 @@ def tree_leaf_bytes(index: Index) -> int:
 def _classify(name: object, value: Any, world: World) -> Item:  # noqa: ANN401
     if not isinstance(name, str) or not name or name.startswith("$"):
         raise StateError(str(name), "expected a name that is a text, not empty, not '$…'")
+    if isinstance(value, ModuleItem | OptimizerItem):
+        return value  # of an integration
     if isinstance(value, torch.nn.Module):
         return ModuleItem(value, replication_of(value, world.rank, world.size))
     if isinstance(value, torch.optim.Optimizer):

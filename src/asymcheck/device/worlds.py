@@ -131,7 +131,7 @@ def _seed(states: dict[str, Any], rank: int) -> None:
     hashed.update(rank.to_bytes(4, "little"))
     seed = hashed.digest()
     torch.manual_seed(int.from_bytes(seed[:8], "little") >> 1)  # every device's as well
-    np.random.seed(np.frombuffer(seed[8:24], np.uint32))  # noqa: NPY002  the global one
+    np.random.seed(np.frombuffer(seed[8:24], np.uint32))  # the global one
     random.seed(seed[24:])
 
 

@@ -122,9 +122,10 @@ class StrategySuite:
     # --- what comes back ----------------------------------------------------
 
     @pytest.mark.parametrize("persist", ["process", "thread"])
-    def test_every_checkpoint_holds_what_was_live_when_it_was_taken(
+    def test_every_checkpoint_holds_what_was_live_when_it_was_taken_and_nothing_else_is_left(
         self, tmp_path: Path, persist: str
     ) -> None:
+        before = set(threading.enumerate())
         strategy = self.new_strategy()
         root = str(tmp_path / "root")
         job = _Job(root, strategy, persist=persist)
@@ -135,6 +136,7 @@ class StrategySuite:
             job.save()
             handle.captured.result(TIMEOUT_S)
         job.checkpointer.close()
+        _nothing_is_left_of(root, before)
         wanted = _reference()
         reader = _Job(root, strategy, read_only=True)
         steps = reader.checkpointer.steps()
@@ -261,24 +263,6 @@ class StrategySuite:
         _compare(store.inner, last, again.live(), _reference()[last])
         again.checkpointer.close()
 
-    # --- afterwards ---------------------------------------------------------
-
-    @pytest.mark.parametrize("persist", ["process", "thread"])
-    def test_nothing_is_left_behind(self, tmp_path: Path, persist: str) -> None:
-        before = set(threading.enumerate())
-        root = str(tmp_path / "root")
-        job = _Job(root, self.new_strategy(), persist=persist)
-        run = open_repository(open_store(root)).run
-        for _ in range(_STEPS):
-            job.update()
-            job.save()
-        job.checkpointer.close()
-        assert list(slots_of(SHARED_MEMORY, run)) == []
-        until_s = monotonic() + TIMEOUT_S
-        while left := [t for t in set(threading.enumerate()) - before if "asymcheck" in t.name]:
-            assert monotonic() < until_s, f"threads are left: {left}"
-            sleep(0.005)
-
 
 class _Gate(MemoryStore):
     """Writes no pack before it is opened."""
@@ -301,6 +285,16 @@ class _Gate(MemoryStore):
         if not self._opened.wait(TIMEOUT_S):
             raise StoreError(f"write {name}: nobody opened the gate", retryable=False)
         return super().write(name, parts)
+
+
+def _nothing_is_left_of(root: str, before: set[threading.Thread]) -> None:
+    """No slot, and soon no thread that was not there before."""
+    run = open_repository(open_store(root)).run
+    assert list(slots_of(SHARED_MEMORY, run)) == []
+    until_s = monotonic() + TIMEOUT_S
+    while left := [t for t in set(threading.enumerate()) - before if "asymcheck" in t.name]:
+        assert monotonic() < until_s, f"threads are left: {left}"
+        sleep(0.005)
 
 
 @contextmanager

@@ -49,10 +49,12 @@ class System:
     Attributes:
         job: What to save.
         durable_s: Step to the ``perf_counter`` time at which its checkpoint was durable.
+        skipped: Steps of which no checkpoint was made, as earlier ones were still under way.
     """
 
     job: Job
     durable_s: dict[int, float] = field(default_factory=dict)
+    skipped: set[int] = field(default_factory=set)
 
     def start(self) -> None:
         """Get ready, before the first step."""

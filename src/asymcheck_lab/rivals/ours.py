@@ -46,6 +46,8 @@ class Asymcheck(System):
         if handle is not None:
             self._handles.append(handle)
             handle.durable.add_done_callback(lambda done: self._note(step, done))
+        elif due:
+            self.skipped.add(step)
 
     def _note(self, step: int, done: Future[Any]) -> None:
         if done.exception() is None:

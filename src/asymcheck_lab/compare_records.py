@@ -1,14 +1,14 @@
-"""Records of the benchmark as values that the page can rely on: read, checked, named.
+"""Records of the benchmark as values that every report can rely on: read, checked, named.
 
-A results file holds a JSON object a line. Each is checked field by field before anything is drawn
-from it: who reads the page sees a wrong file as a message with its line, not as a wrong figure.
+A results file holds a JSON object a line. Each is checked field by field before any figure is made
+of it: a wrong file is seen as a message with its line, not as a wrong figure.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from asymcheck_lab.rivals import NONE, OURS, RIVALS
 SCHEMA = 2
 FIRST_SCHEMA = 1
 """What the benchmark of GPT-2 alone wrote: no model, store or kind, and nothing restored."""
+SCHEMAS = (FIRST_SCHEMA, SCHEMA)
 KINDS = ("none", "ours", "strategy", "rival")
 PATTERNS = ("bench*.jsonl", "compare*.jsonl")
 """Names of results files in a folder."""
@@ -59,11 +60,13 @@ class Checkpoint:
         blocked_s: Training was blocked for it.
         durable_s: From its boundary until it was durable; ``None`` where it never was.
         lag_steps: Steps that training was ahead of it by then; ``None`` where unknown.
+        skipped: Whether the system made none, as earlier ones were still under way.
     """
 
     blocked_s: float
     durable_s: float | None
     lag_steps: float | None
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +170,12 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
         DataError: One cannot be read, has no record or holds something else; names file, line
             and field.
     """
-    runs: list[Run] = []
-    for path in paths:
-        for file in _files_of(path):
-            runs += _read_file(file)
-    return runs
+    return [run for path in paths for file in _files_of(path) for run in _read_file(file)]
+
+
+def read_compare(path: Path) -> list[Run]:
+    """Every record of a file that the comparison appends to; raises as ``read_runs`` does."""
+    return _read_file(path, (SCHEMA,))
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -188,7 +192,7 @@ def _files_of(path: Path) -> list[Path]:
     return found
 
 
-def _read_file(path: Path) -> list[Run]:
+def _read_file(path: Path, schemas: Sequence[int] = SCHEMAS) -> list[Run]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as failure:
@@ -200,10 +204,10 @@ def _read_file(path: Path) -> list[Run]:
         raise DataError(
             str(path), expected="a record of asymlab bench a line", found="an empty file"
         )
-    return [_parse(f"{path}, line {number}", line) for number, line in enumerate(lines, start=1)]
+    return [_parse(f"{path}, line {n}", line, schemas) for n, line in enumerate(lines, start=1)]
 
 
-def _parse(where: str, line: str) -> Run:
+def _parse(where: str, line: str, schemas: Sequence[int]) -> Run:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as failure:
@@ -213,16 +217,14 @@ def _parse(where: str, line: str) -> Run:
     if not isinstance(record, dict):
         raise DataError(where, expected="a JSON object", found=repr(line[:80]))
     schema = record.get("schema")
-    if schema == FIRST_SCHEMA and type(schema) is int:
-        record = _of_first_schema(where, record)
-    elif schema != SCHEMA or type(schema) is not int:
+    if type(schema) is not int or schema not in schemas:
         raise DataError(
             where,
-            expected=f"a benchmark record of schema {FIRST_SCHEMA} or {SCHEMA}; a newer one needs "
-            "a newer version of this package",
+            expected=f"a benchmark record of schema {' or '.join(map(str, schemas))}; a newer one "
+            "needs a newer version of this package",
             found=f"schema {schema!r}",
         )
-    return _run_of(_Fields(where, record))
+    return run_of(_of_first_schema(where, record) if schema == FIRST_SCHEMA else record, where)
 
 
 def _of_first_schema(where: str, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,7 +337,17 @@ _KIND_NAMES: Mapping[type[Any], str] = MappingProxyType(
 )
 
 
-def _run_of(fields: _Fields) -> Run:
+def run_of(record: Mapping[str, Any], where: str = "a record") -> Run:
+    """A record of schema 2 as a value.
+
+    Args:
+        record: As it was written or is to be.
+        where: It came from.
+
+    Raises:
+        DataError: A field is missing or something else; names it.
+    """
+    fields = _Fields(where, record)
     kind = fields.text("kind")
     if kind not in KINDS:
         raise DataError(
@@ -405,4 +417,5 @@ def _checkpoint_of(fields: _Fields) -> Checkpoint:
         blocked_s=fields.number("blocked_s"),
         durable_s=fields.number_or_none("durable_s"),
         lag_steps=fields.number_or_none("lag_steps"),
+        skipped=bool(fields.flag_or_none("skipped")),
     )

@@ -1,0 +1,1 @@
+"""What asymcheck knows of other frameworks; each is imported only where its objects are met."""
