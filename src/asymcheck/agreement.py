@@ -133,7 +133,7 @@ class Agreement:
             try:
                 done = own()
             except CheckpointError as failure:
-                raise self._take_failure() or failure  # the first one
+                raise self._take_failure() or failure from None  # the first one
             earlier = self._take_failure()
             if earlier is not None:
                 raise earlier
