@@ -134,7 +134,7 @@ def restore(
             found = ranks.settle("planning a restore", loading.plan(), at)
             if found.kind == _WELL:
                 found = ranks.settle("restore", loading.read(), at)
-            torn = torn or found.touched
+            torn = torn or (found.kind != _WELL and found.touched)
             if found.kind == _GONE:
                 looks += 1
                 if looks < _LOOKS:
