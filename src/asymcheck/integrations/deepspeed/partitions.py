@@ -133,9 +133,8 @@ def _unknown(engine: Any) -> Iterator[str]:  # noqa: ANN401
     scalers = ("torch_autocast_gradscaler", "torch_autocast_z0_gradscaler")
     if any(getattr(of, name, None) for of in (optimizer, engine) for name in scalers):
         yield "torch autocast in float16"
-    names = (*_BY_GROUP, _STAGE_3)
-    if optimizer is not base and type(optimizer).__name__ not in names:
-        yield f"the optimizer wrapper {type(optimizer).__name__} (expected one of {list(names)})"
+    if optimizer is not base and type(optimizer).__name__ not in (*_BY_GROUP, _STAGE_3):
+        yield f"the optimizer wrapper {type(optimizer).__name__}"
 
 
 def read_partitions(engine: Any) -> list[Flat]:  # noqa: ANN401
