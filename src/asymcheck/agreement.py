@@ -133,7 +133,7 @@ class Agreement:
             try:
                 done = own()
             except CheckpointError as failure:
-                raise self._take_failure() or failure  # the first one
+                raise self._take_failure() or failure from None  # the first one
             earlier = self._take_failure()
             if earlier is not None:
                 raise earlier
@@ -193,7 +193,7 @@ def check_alike(ranks: Ranks, what: str, own: Callable[[], Mapping[str, Any]]) -
 
     def digest() -> str:
         found.update(own())
-        return xxhash.xxh3_128_hexdigest(json.dumps(found, sort_keys=True))
+        return xxhash.xxh3_128_hexdigest(json.dumps(found, sort_keys=True).encode())
 
     if len(set(ranks.each(what, digest))) == 1:
         return

@@ -11,13 +11,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import Store
 
 from asymcheck.errors import CheckpointError, RankFailed
 from asymcheck.memory.host import read_text
+
+if TYPE_CHECKING:  # not every build of torch has them
+    from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -26,8 +28,8 @@ _CONNECT_S = 5.0
 
 
 class RankStore:
-    """The way to the store, which rank 0 holds: a thread that makes the calls, since none of theirs has a bound where
-    rank 0 is stopped or its network is gone. Nothing but short words; no collective.
+    """The way to the store, which rank 0 holds: a thread that makes the calls, since none of them
+    has a bound where rank 0 is stopped or its network is gone. Short words, and no collective.
 
     Made by all ranks of the group at the same place: its address goes through one
     ``broadcast_object_list``, bounded by the timeout of the group.
@@ -89,14 +91,17 @@ class RankStore:
 
 def _open_store(group: dist.ProcessGroup | None, rank: int, timeout_s: float) -> Store:
     """Make the store on rank 0 and connect to it from the others."""
+    from torch.distributed.distributed_c10d import PrefixStore
+
     limit = timedelta(seconds=max(1.0, timeout_s))
     told: list[dict[str, Any] | None] = [None]
     store: Store | None = None
     failure: Exception | None = None
     if rank == 0:
         try:
-            store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
-            told = [{"port": store.port, "at": _addresses(), "word": uuid.uuid4().hex}]
+            own = _tcp_store("127.0.0.1", 0, True, limit)
+            store = own
+            told = [{"port": own.port, "at": _addresses(), "word": uuid.uuid4().hex}]
         except RuntimeError as bad:
             failure = bad
             told = [{"failed": spoken(bad)}]
@@ -110,17 +115,24 @@ def _open_store(group: dist.ProcessGroup | None, rank: int, timeout_s: float) ->
     if store is None:
         store = _connect(found["at"], found["port"], limit)
     # A word of its own, so that nobody else's keys are taken for ours.
-    return dist.PrefixStore(found["word"], store)
+    return PrefixStore(found["word"], store)
+
+
+def _tcp_store(address: str, port: int, serves: bool, limit: timedelta) -> Any:  # noqa: ANN401
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, None, serves, limit, wait_for_workers=False
+    )
 
 
 def _connect(addresses: list[list[str]], port: int, limit: timedelta) -> Store:
     tried = []
-    for host, address in addresses:
-        if host and host != host():
+    for only_on, address in addresses:
+        if only_on and only_on != host():
             continue  # a loopback address is only for those on its host
         try:
             socket.create_connection((address, port), _CONNECT_S).close()
-            return dist.TCPStore(address, port, None, False, limit)
+            found: Store = _tcp_store(address, port, False, limit)
+            return found
         except (OSError, RuntimeError) as failure:
             tried.append(f"{address}: {failure}")
     raise RankFailed(

@@ -14,14 +14,16 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from time import monotonic, sleep
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import Store
 
 from asymcheck.errors import RankFailed
 from asymcheck.memory.process import ProcessId
 from asymcheck.rank_store import RankStore, host, spoken
+
+if TYPE_CHECKING:  # not every build of torch has it
+    from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -197,7 +199,8 @@ class Together:
 
     def first(self, what: str, work: Callable[[], T]) -> T:
         """See ``Ranks``."""
-        return self.each(what, work if self.rank == 0 else _nothing)[0]
+        found: T = self.each(what, work if self.rank == 0 else _nothing)[0]
+        return found
 
     def _meet(self, what: str, said: dict[str, Any], more_s: float = 0.0) -> list[Any]:
         """Tell and wait for all. The first verdict counts for all, so that it ends alike."""
@@ -237,7 +240,9 @@ class Together:
             )
         if failed is not None:
             self._part(here)
-            raise RankFailed((failed,), f"{what}: rank {failed} failed: {answers[failed]['failed']}")
+            raise RankFailed(
+                (failed,), f"{what}: rank {failed} failed: {answers[failed]['failed']}"
+            )
         return [answer["value"] for answer in answers]
 
     def _await(self, store: Store, here: str, until_s: float) -> list[int]:
@@ -294,9 +299,7 @@ class Together:
         left = set(range(self.world))
         while left and monotonic() < until_s:
             left = {
-                r
-                for r in left
-                if not self._is_gone(r) and not store.check([f"{here}/{r}/parted"])
+                r for r in left if not self._is_gone(r) and not store.check([f"{here}/{r}/parted"])
             }
             if left:
                 sleep(_LONG_POLL_S)

@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Literal
-
-from torch.distributed import ProcessGroup
+from typing import TYPE_CHECKING, Any, Literal
 
 from asymcheck import options
 from asymcheck.agreement import Agreement
@@ -38,6 +36,9 @@ from asymcheck.termination import Termination
 from asymcheck.timekeeping import Timekeeper
 from asymcheck.tracing import Tracer
 from asymcheck.writing import RootWriter
+
+if TYPE_CHECKING:  # not every build of torch has it
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Checkpointer", "Handle", "RestoreReport", "SaveReport"]
 
@@ -257,7 +258,9 @@ class Checkpointer(RootWriter):
         self._timekeeper.note_step(step)
         self._surface_errors()
         self._agreed.hear(step)
-        if not self._agreed.due(step, lambda: self._timekeeper.due(step, len(self._outcomes.pending))):
+        if not self._agreed.due(
+            step, lambda: self._timekeeper.due(step, len(self._outcomes.pending))
+        ):
             if self._snapshotter is not None and self._saves_unasked:
                 self._snapshotter.prepare()
                 self._snapshotter.between_saves()
@@ -386,12 +389,13 @@ class Checkpointer(RootWriter):
         try:
             self._agreed.meet("close", self._end, self._grace_s)
         finally:
-            if self._closed:
-                self._part()
+            self._part()
 
     def _part(self) -> None:
-        self._ranks.close()
-        self._agreed.over()
+        """Say good-bye to the other ranks, unless a close was interrupted and may come again."""
+        if self._closed:
+            self._ranks.close()
+            self._agreed.over()
 
     def __enter__(self) -> Checkpointer:
         return self

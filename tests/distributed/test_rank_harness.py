@@ -55,7 +55,7 @@ def test_a_rank_that_never_ends_is_killed_and_named_and_shows_where_it_was(capfd
         if rank == 1:
             where_it_hangs()
 
-    with pytest.raises(AssertionError, match="rank 1: .*still running"):
+    with pytest.raises(AssertionError, match=r"rank 1: .*still running"):
         run_ranks(2, work, timeout_s=8)
     assert "in where_it_hangs" in capfd.readouterr().err
 

@@ -137,6 +137,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(world) -> None:
 def test_a_rank_that_was_killed_is_named_at_once(world, dead) -> None:
     def work(rank, say):
         ranks = Together(None, LATE_S)
+        dist.barrier()
         if rank == dead:
             say("here")
             time.sleep(600)

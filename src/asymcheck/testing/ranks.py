@@ -9,7 +9,9 @@ import faulthandler
 import signal
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from time import monotonic
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,18 +55,18 @@ def run_ranks(
     """
     until_s = monotonic() + timeout_s
     limit = timedelta(seconds=collective_timeout_s)
-    store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+    store = _store(0, True, limit)
 
     def run(rank: int, say: Say) -> None:
         # Not faulthandler's own timer: it would wait for that of the parent, which no fork has.
         faulthandler.register(signal.SIGALRM, file=2)
         signal.alarm(max(1, int(until_s - monotonic() - _LAST_WORDS_S)))
         torch.set_num_threads(1)
-        client = dist.TCPStore("127.0.0.1", store.port, None, False, limit)
+        client = _store(store.port, False, limit)
         dist.init_process_group("gloo", timeout=limit, store=client, rank=rank, world_size=world)
         work(rank, say)
 
-    children = [Child(lambda say, rank=rank: run(rank, say)) for rank in range(world)]
+    children = [Child(partial(run, rank)) for rank in range(world)]
     try:
         heard: dict[int, list[object]] = {rank: [] for rank in kill or {}}
         for rank, last in (kill or {}).items():
@@ -88,6 +90,12 @@ def run_ranks(
         Outcome(o.status, [*heard.get(rank, []), *o.said], o.error)
         for rank, o in enumerate(outcomes)
     ]
+
+
+def _store(port: int, serves: bool, limit: timedelta) -> Any:  # noqa: ANN401
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, None, serves, limit, wait_for_workers=False
+    )
 
 
 def check_all(outcomes: list[Outcome]) -> list[list[object]]:
