@@ -6,6 +6,8 @@ No wait is without a bound: of the world itself, of each collective in it, of it
 from __future__ import annotations
 
 import faulthandler
+import gc
+import importlib
 import signal
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 from asymcheck.testing.children import Child, Outcome, Say
 
-WORLD_TIMEOUT_S = 120.0
+WORLD_TIMEOUT_S = 90.0
 _LAST_WORDS_S = 5.0
 
 Work = Callable[[int, Say], object]
@@ -58,6 +60,8 @@ def run_ranks(
     store = _store(0, True, limit)
 
     def run(rank: int, say: Say) -> None:
+        # What is garbage of the parent may have had threads, which the fork has not.
+        gc.freeze()
         # Not faulthandler's own timer: it would wait for that of the parent, which no fork has.
         faulthandler.register(signal.SIGALRM, file=2)
         signal.alarm(max(1, int(until_s - monotonic() - _LAST_WORDS_S)))
@@ -66,7 +70,12 @@ def run_ranks(
         dist.init_process_group("gloo", timeout=limit, store=client, rank=rank, world_size=world)
         work(rank, say)
 
+    importlib.import_module("torch._dynamo")  # once here, and not in each rank that wraps in DDP
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a fork does not inherit a pool of them
     children = [Child(partial(run, rank)) for rank in range(world)]
+    torch.set_num_threads(threads)
     try:
         heard: dict[int, list[object]] = {rank: [] for rank in kill or {}}
         for rank, last in (kill or {}).items():
