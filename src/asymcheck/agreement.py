@@ -146,7 +146,10 @@ class Agreement:
                 raise failure
             return done
 
-        return all(self.ranks.each(what, end))
+        try:
+            return all(self.ranks.each(what, end))
+        finally:
+            failure = None  # its traceback knows this frame, which would outlive us all
 
     def _take_drops(self) -> list[tuple[int, str]]:
         drops, self._drops = self._drops, []

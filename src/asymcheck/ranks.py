@@ -393,14 +393,14 @@ def _named(ranks: Sequence[int]) -> str:
 @contextmanager
 def alike(ranks: Ranks, what: str) -> Iterator[None]:
     """A block that each rank runs: all go on after it, or none does; see ``Ranks.each``."""
+    failed: list[Exception] = []
+
+    def end() -> None:
+        if failed:
+            raise failed.pop()
+
     try:
         yield
-    except Exception as failure:
-        again = failure
-
-        def fail() -> None:
-            raise again
-
-        ranks.each(what, fail)
-        raise
-    ranks.each(what, _nothing)
+    except Exception as failure:  # noqa: BLE001  raised again at the end
+        failed.append(failure)
+    ranks.each(what, end)
