@@ -125,6 +125,19 @@ class Pending:
         return rank_missing(at.step, world, missing, self._timeout_s)
 
 
+def await_others(
+    repository: Repository,
+    found: Durable | Stored,
+    retention: Retention,
+    sink: Sink,
+    timeout_s: float,
+) -> Durable:
+    """Wait in the foreground for the other ranks, where there are any; see ``Pending``."""
+    if isinstance(found, Durable):
+        return found
+    return Pending(repository, found, retention, sink, timeout_s).wait()
+
+
 def rank_missing(step: int, world: int, missing: dict[int, str], timeout_s: float) -> RankMissing:
     """The error that names the ranks that are missing, and what of them."""
     ranks = sorted(missing)
@@ -155,10 +168,15 @@ class Backlog:
         sink: Sink,
         timeout_s: float = COMMIT_TIMEOUT_S,
     ) -> None:
-        self._make = lambda stored: Pending(repository, stored, retention, sink, timeout_s)
+        self._repository, self._retention, self._sink = repository, retention, sink
+        self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._waiting: list[tuple[Pending, Callable[[Durable | BaseException], None]]] = []
         self._thread: threading.Thread | None = None
+
+    def _make(self, stored: Stored) -> Pending:
+        how = (self._retention, self._sink, self._timeout_s)
+        return Pending(self._repository, stored, *how)
 
     def wait(self, stored: Stored, chooser: Chooser) -> Durable:
         """Wait for the others in the foreground, where the next one stands on this one; raises as

@@ -40,8 +40,7 @@ from asymcheck.events import Sink, Span, Stage, timed
 from asymcheck.handles import Handle, Promised, report_of
 from asymcheck.keeping import Active, Keeper
 from asymcheck.memory.arena import Arena, NoRoom, Slot, SlotState, capacity_for
-from asymcheck.messages import Stored
-from asymcheck.pending import COMMIT_TIMEOUT_S, Pending
+from asymcheck.pending import COMMIT_TIMEOUT_S, await_others
 from asymcheck.persist import write_checkpoint
 from asymcheck.persister import Persister, is_own_memory
 from asymcheck.planning.layout import MiB
@@ -68,8 +67,7 @@ class Snapshotter:
         retention: Applied then.
         sink: Receives spans.
         tracer: Is told of plans and of what became durable.
-        rank: Of this process.
-        world: How many ranks save together.
+        rank: Of this process, among ``world`` that save together.
         commit_timeout_s: How long a save without a slot waits for other ranks.
     """
 
@@ -260,9 +258,8 @@ class Snapshotter:
                     self._sink,
                     Chooser(RAW),
                 )
-                if isinstance(found, Stored):
-                    waiting = (self._retention, self._sink, self._commit_timeout_s)
-                    found = Pending(self._repository, found, *waiting).wait()
+                how = (self._retention, self._sink, self._commit_timeout_s)
+                found = await_others(self._repository, found, *how)
             except CheckpointError as failure:
                 handle.captured.set_exception(failure)
                 handle.durable.set_exception(failure)

@@ -214,9 +214,9 @@ def test_what_is_durable_already_is_not_written_again_at_the_end(
     training = train(placed(EverySteps(2)))
     begun: list[int] = []
     begin = training.snapshotter._persister.begin
-    training.snapshotter._persister.begin = lambda slot, step: (
+    training.snapshotter._persister.begin = lambda slot, step, stored: (
         begun.append(step),
-        begin(slot, step),
+        begin(slot, step, stored),
     )[1]
     assert training.train(1, 2) == ["memory", "store"]
     training.checkpointer.close()

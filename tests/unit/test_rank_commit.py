@@ -63,7 +63,9 @@ def a_capture(step: int, rank: int, world: int, attempt: int = 1) -> Capture:
     )
 
 
-def store_part(repository: Repository, step: int, rank: int, world: int, attempt: int = 1) -> Stored:
+def store_part(
+    repository: Repository, step: int, rank: int, world: int, attempt: int = 1
+) -> Stored:
     found = write_checkpoint(
         repository,
         a_capture(step, rank, world, attempt),
@@ -500,7 +502,9 @@ def test_what_is_stored_survives_its_way_between_processes(repository: Repositor
 
 def leave_slot(repository: Repository, directory: Path, step: int, rank: int, world: int) -> Path:
     """A sealed slot of a dead rank."""
-    name = slot_name(repository.run, rank, 10 * step + rank).replace(f"-{os.getpid()}-", f"-{NOBODY}-")
+    name = slot_name(repository.run, rank, 10 * step + rank).replace(
+        f"-{os.getpid()}-", f"-{NOBODY}-"
+    )
     meta = dump_capture(a_capture(step, rank, world))
     slot = Slot.create(directory, name, SIZE + PAGE_BYTES, len(meta))
     slot.begin(SIZE, 0, meta)

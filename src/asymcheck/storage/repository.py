@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, suppress
 
 from asymcheck.errors import (
     CorruptCheckpoint,
-    IncompatibleCheckpoint,
     NoCheckpoint,
     ObjectNotFound,
     OptionError,

@@ -126,7 +126,9 @@ class Fields:
 
     def integer_or_integers(self, name: str) -> int | tuple[int, ...]:
         """An integer, or a list of them; none is negative."""
-        return self.integers(name) if isinstance(self._value.get(name), list) else self.integer(name)
+        return (
+            self.integers(name) if isinstance(self._value.get(name), list) else self.integer(name)
+        )
 
     def table(self, name: str) -> dict[str, Any]:
         """An object member, empty where there is none."""
