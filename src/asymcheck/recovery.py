@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from asymcheck.errors import (
 from asymcheck.events import Sink as SpanSink
 from asymcheck.events import Stage, timed
 from asymcheck.planning.retention import CheckpointId
+from asymcheck.settling import DAMAGED, GONE, WELL, WRONG, Exchange, Found, Look, Settling
 from asymcheck.storage.index import RAW, TREE_KEY, Chunk, Index, Leaf
 from asymcheck.storage.listing import Listing
 from asymcheck.storage.reader import OpenCheckpoint
@@ -112,7 +113,8 @@ def restore(
             had saved.
         world: How many ranks restore.
         on_world_change: What becomes of that where another number had saved.
-        exchange: ``Ranks.exchange``, with more than one rank; what it raises goes on.
+        exchange: ``Ranks.exchange``, with more than one rank; what it raises goes on. Without
+            it this rank asks no other.
 
     Raises:
         NoCheckpoint: There is none (of that step).
@@ -121,37 +123,38 @@ def restore(
         IncompatibleCheckpoint: It does not match, on this rank or on another; nothing was changed.
     """
     start_s = perf_counter()
-    ranks = _Ranks(rank, world, exchange or _alone)
+    ranks = Settling(rank, world, exchange)
+    look = partial(_look, repository, step)
     torn = False
     looks = 0
-    candidates, skipped = ranks.look(repository, step)
+    candidates, skipped = ranks.first(look)
     while candidates:
         at = candidates.pop(0)
         loading = _Loading(repository, at, state, rank, on_world_change, strict=strict, cast=cast)
         with timed(sink, Stage.RESTORE, at.step), loading:
             # Nothing is overwritten on any rank before all know that it fits.
             found = ranks.settle("planning a restore", loading.plan(), at)
-            if found.kind == _WELL:
+            if found.kind == WELL:
                 found = ranks.settle("restore", loading.read(), at)
-            torn = torn or found.touched
-            if found.kind == _GONE:
+            torn = torn or (found.touched and found.kind != WELL)
+            if found.kind == GONE:
                 looks += 1
                 if looks < _LOOKS:
                     # A writer beside us removed it since we looked: then newer ones are there.
-                    candidates, skipped = ranks.look(repository, step)
+                    candidates, skipped = ranks.first(look)
                 else:
                     skipped.append((at.step, found.why))
                 continue
-            if found.kind == _DAMAGED:
+            if found.kind == DAMAGED:
                 skipped.append((at.step, found.why))
                 continue
-            if found.kind == _WRONG:
+            if found.kind == WRONG:
                 if not torn:
                     raise found.own or IncompatibleCheckpoint(f"step {at.step}: {found.why}")
                 what = f"putting it back raised {found.why}"
                 raise _torn_by(at, what) from found.own
             found = ranks.settle("restored", loading.finish(torn=torn), at)
-            if found.kind != _WELL:
+            if found.kind != WELL:
                 raise _torn_by(at, found.why) from found.own
         report = loading.report
         for passed, why in skipped:
@@ -177,80 +180,6 @@ def restore(
     raise CorruptCheckpoint(repository.store.url, message)
 
 
-Exchange = Callable[[str, Any], list[Any]]
-"""Given what is exchanged and a JSON value of this rank, returns those of all ranks, in order."""
-
-
-def _alone(what: str, mine: Any) -> list[Any]:  # noqa: ANN401
-    return [mine]
-
-
-_WELL, _GONE, _DAMAGED, _WRONG = "well", "gone", "damaged", "wrong"
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """How one try ended, on one rank or on all.
-
-    Attributes:
-        kind: Well; or the checkpoint is gone; or damaged; or something else is wrong.
-        why: In words.
-        touched: Whether live state was overwritten.
-        own: What this rank raised.
-    """
-
-    kind: str
-    why: str = ""
-    touched: bool = False
-    own: Exception | None = None
-
-
-class _Ranks:
-    """The ranks that restore together, and come to the same decisions."""
-
-    def __init__(self, rank: int, world: int, exchange: Exchange) -> None:
-        self._rank = rank
-        self._world = world
-        self._exchange = exchange
-
-    def look(
-        self, repository: Repository, step: int | None
-    ) -> tuple[list[CheckpointId], list[tuple[int, str]]]:
-        """What rank 0 sees; see ``_look``."""
-        own: CheckpointError | None = None
-        said: dict[str, Any] = {}
-        if self._rank == 0:
-            try:
-                candidates, damaged = _look(repository, step)
-                said = {"candidates": candidates, "damaged": damaged}
-            except CheckpointError as failure:
-                own = failure
-                said = {"failed": str(failure), "none": isinstance(failure, NoCheckpoint)}
-        first = self._exchange("checkpoints to restore", said)[0]
-        if "failed" in first:
-            if own is None:
-                why = f"rank 0: {first['failed']}"
-                own = NoCheckpoint(why) if first["none"] else StoreError(why, retryable=False)
-            raise own
-        return (
-            [CheckpointId(*at) for at in first["candidates"]],
-            [(passed, why) for passed, why in first["damaged"]],
-        )
-
-    def settle(self, what: str, mine: _Found, at: CheckpointId) -> _Found:
-        """How a try ended on all ranks: as on the one where it ended worst."""
-        said = [mine.kind, mine.why, mine.touched]
-        told = [_Found(*other) for other in self._exchange(f"{what} of step {at.step}", said)]
-        kinds = [found.kind for found in told]
-        kind = next(k for k in (_WRONG, _GONE, _DAMAGED, _WELL) if k in kinds)
-        worst = kinds.index(kind)
-        why = told[worst].why
-        if self._world > 1 and kind != _WELL:
-            why = f"rank {worst}: {why}"
-        own = mine.own if mine.kind == kind else None
-        return _Found(kind, why, any(found.touched for found in told), own)
-
-
 def _torn_by(at: CheckpointId, what: str) -> TornRestore:
     return TornRestore(
         f"step {at.step} (attempt {at.attempt})",
@@ -262,9 +191,7 @@ def _warn(message: str) -> None:
     warnings.warn(message, CheckpointWarning, stacklevel=4)
 
 
-def _look(
-    repository: Repository, step: int | None
-) -> tuple[list[CheckpointId], list[tuple[int, str]]]:
+def _look(repository: Repository, step: int | None) -> Look:
     """What may be restored, best first, and what is damaged and would have been better."""
     listing = repository.survey()
     candidates = _candidates(repository, listing, step)
@@ -327,25 +254,25 @@ class _Loading:
     def __exit__(self, *exc: object) -> None:
         self._open.close()
 
-    def plan(self) -> _Found:
+    def plan(self) -> Found:
         """Find a place for all that this rank needs; changes nothing."""
         return self._try(self._plan)
 
-    def read(self) -> _Found:
+    def read(self) -> Found:
         """Read it into live memory, with all checks."""
         return self._try(self._read)
 
-    def _try(self, work: Callable[[], None]) -> _Found:
+    def _try(self, work: Callable[[], None]) -> Found:
         try:
             work()
         except NoCheckpoint as failure:
-            return _Found(_GONE, str(failure), self.touched, failure)
+            return Found(GONE, str(failure), self.touched, failure)
         except (CorruptCheckpoint, StoreError) as failure:
-            return _Found(_DAMAGED, str(failure), self.touched, failure)
+            return Found(DAMAGED, str(failure), self.touched, failure)
         except Exception as failure:  # noqa: BLE001  the caller raises it, on all ranks
             why = str(failure) if isinstance(failure, CheckpointError) else repr(failure)
-            return _Found(_WRONG, why, self.touched, failure)
-        return _Found(_WELL, touched=self.touched)
+            return Found(WRONG, why, self.touched, failure)
+        return Found(WELL, touched=self.touched)
 
     def _plan(self) -> None:
         checkpoint = self._open.enter_context(self._repository.open(self._at))
@@ -371,7 +298,7 @@ class _Loading:
             sinks = {key: sinks for (rank, key), sinks in places if rank == index.rank}
             self._read_leaves(checkpoint, decoding, index, sinks)
 
-    def finish(self, *, torn: bool) -> _Found:
+    def finish(self, *, torn: bool) -> Found:
         """Set Python values.
 
         Args:
@@ -383,15 +310,15 @@ class _Loading:
         try:
             problems = plan.finish()
         except Exception as failure:  # noqa: BLE001  the caller raises it, on all ranks
-            return _Found(_WRONG, f"putting it back raised {failure!r}", touched=True, own=failure)
+            return Found(WRONG, f"putting it back raised {failure!r}", touched=True, own=failure)
         self.report = self._report(plan, problems)
         left = [*self.report.missing_keys, *(key for key, _, _ in self.report.mismatched)]
         if torn and left:
             why = (
                 f"a newer, damaged one had been read into {left[0]!r}, which this one does not hold"
             )
-            return _Found(_WRONG, why, touched=True)
-        return _Found(_WELL, touched=True)
+            return Found(WRONG, why, touched=True)
+        return Found(WELL, touched=True)
 
     def _report(self, plan: RestorePlan, problems: Sequence[str]) -> RestoreReport:
         matching = plan.matching

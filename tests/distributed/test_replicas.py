@@ -143,6 +143,7 @@ class Divisible(Loader):
 def _own(rank: int, kind: type[Loader] = Loader) -> dict[str, Any]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.5**rank)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
     schedule.step()
     torch.manual_seed(rank)
     random.seed(rank)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from asymcheck.device.sharding import Copies, Shard, is_dtensor, local, shard_of
+from asymcheck.device.sharding import Copies, Shard, dtensor_class, is_dtensor, local, shard_of
 from asymcheck.device.tensors import (
     NUMPY_PREFIX,
     Bytes,
@@ -102,7 +102,6 @@ class Known(NamedTuple):
         specs: Of the leaves.
         lazy: Which of the leaves are lazy.
         aliases: As ``Collector.aliases``.
-        sharded: Whether there are DTensors among them.
     """
 
     looks: tuple[list[Any], ...]
@@ -111,7 +110,6 @@ class Known(NamedTuple):
     specs: list[Spec]
     lazy: list[int]
     aliases: dict[str, str]
-    sharded: bool
 
 
 class Collector:
@@ -176,20 +174,21 @@ class Collector:
         Returns:
             Whether they were noted.
         """
-        if known is None or len(tensors) != len(known.keys) or _looks(tensors) != known.looks:
+        if known is None or len(tensors) != len(known.keys):
+            return False
+        mine, shares = _memory(tensors)
+        if _looks(tensors, mine, shares) != known.looks:
             return False
         # Of several keys in one place the first stays, which is the leaf.
-        named = zip(reversed(tensors), reversed(known.keys), strict=True)
+        named = zip(reversed(mine), reversed(known.keys), strict=True)
         here = dict(zip(reversed(known.looks[-1]), named, strict=True))
         here.pop(0, None)
         if not self._keys.isdisjoint(known.keys) or not self._tensors.keys().isdisjoint(here):
             return False
         held: Iterable[torch.Tensor | None] = repeat(None)
-        if known.sharded:
-            held = [tensors[i] if is_dtensor(tensors[i]) else None for i in known.picks]
-            here = {at: (local(tensor), key) for at, (tensor, key) in here.items()}
-            tensors = list(map(local, tensors))
-        leaves = [tensors[i] for i in known.picks]
+        if shares:
+            held = [tensors[i] if shares[i] is not None else None for i in known.picks]
+        leaves = [mine[i] for i in known.picks]
         for i in known.lazy:
             leaves[i] = leaves[i].detach()
         self._keys.update(known.keys)
@@ -212,7 +211,7 @@ class Collector:
         Returns:
             ``None`` where one of them is not ordinary, or two leaves begin at one place.
         """
-        looks = _looks(tensors)
+        looks = _looks(tensors, *_memory(tensors))
         specs = [s.spec for s in self.sources[first:]]
         leaves = {s.key for s in specs}
         picks = [i for i, key in enumerate(keys) if key in leaves]
@@ -223,8 +222,7 @@ class Collector:
         if len(set(places)) != len(places) or not leaves.issuperset(aliases.values()):
             return None
         lazy = [i for i, s in enumerate(specs) if s.lazy]
-        sharded = any(map(is_dtensor, tensors))
-        return Known(looks, list(keys), picks, specs, lazy, aliases, sharded)
+        return Known(looks, list(keys), picks, specs, lazy, aliases)
 
     def _tensor_source(
         self, key: str, tensor: torch.Tensor, kind: str, piece: Piece | None
@@ -286,21 +284,28 @@ _METHODS = (
 )
 
 
-def _looks(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...] | None:
+def _memory(tensors: Sequence[Any]) -> tuple[Sequence[torch.Tensor], list[Any]]:
+    """What of each tensor lies in memory here, and what its mesh and placements say of it:
+    nothing where there is no DTensor.
+    """
+    kind = dtensor_class()
+    if kind is None or kind not in set(map(type, tensors)):
+        return tensors, []
+    mine = [t._local_tensor if type(t) is kind else t for t in tensors]
+    return mine, [t._spec if type(t) is kind else None for t in tensors]
+
+
+def _looks(
+    tensors: Sequence[torch.Tensor], mine: Sequence[torch.Tensor], shares: list[Any]
+) -> tuple[list[Any], ...] | None:
     """All that specs and aliases of tensors depend on, a column for each property, addresses
     last; ``None`` where one of them is no ordinary strided tensor, nor a DTensor of such.
     """
-    types = list(map(type, tensors))
-    shares: list[Any] = []
-    if not _ORDINARY.issuperset(types):
-        dtensors = list(map(is_dtensor, tensors))
-        shares = [t._spec if d else None for t, d in zip(tensors, dtensors, strict=True)]  # type: ignore[attr-defined]
-        tensors = list(map(local, tensors))
-        if not _ORDINARY.issuperset(map(type, tensors)):
-            return None
+    if not _ORDINARY.issuperset(map(type, mine)):
+        return None
     try:
-        columns = [list(map(method, tensors)) for method in _METHODS]
-        return types, shares, list(map(_PROPERTIES, tensors)), *columns
+        columns = [list(map(method, mine)) for method in _METHODS]
+        return list(map(type, tensors)), shares, list(map(_PROPERTIES, mine)), *columns
     except (RuntimeError, NotImplementedError):
         return None  # sparse, nested or without memory
 

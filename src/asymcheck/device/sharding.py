@@ -43,10 +43,16 @@ class Shard(NamedTuple):
     copies: Copies | None
 
 
+def dtensor_class() -> Any:  # noqa: ANN401
+    """``DTensor``; ``None`` where it is not loaded, and so nothing is one. Loads nothing."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module and module.DTensor
+
+
 def is_dtensor(tensor: object) -> bool:
-    """Whether it is a DTensor; loads nothing to find that out."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    """Whether it is a DTensor."""
+    kind = dtensor_class()
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
