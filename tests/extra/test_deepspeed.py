@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from asymcheck import Checkpointer
-from asymcheck.errors import StateError
+from asymcheck.errors import CorruptCheckpoint, StateError
 from asymcheck.testing.children import Say
 from asymcheck.testing.ranks import check_all, run_ranks
 
@@ -105,6 +105,10 @@ class Trained:
     def whole(self) -> dict[str, str]:
         """A hash of every parameter and moment as one process would have it; collective."""
         found = {}
+        if self.stage in (1, 2):
+            # It links what there is after the first group's first step, and never again.
+            self.engine.optimizer._hp_optimizer_states_linked = False
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
         for name, param in self.bare.named_parameters():
             for key, value in self._wholes(param).items():
                 found[f"{name}/{key}"] = _hash(value)
@@ -130,9 +134,9 @@ class Trained:
 
 
 def _gathered(param: Any) -> torch.Tensor:
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    with GatheredParameters([param]):
+    with deepspeed.zero.GatheredParameters([param]):
         return param.detach().clone()
 
 
@@ -347,6 +351,28 @@ def test_a_parameter_that_is_not_its_master_is_refused_by_name(how: str, tmp_pat
     said = _refusal(work, how, **BF16)
     assert "middle.weight" in said
     assert "refresh_fp32_params" in said
+
+
+def test_counters_that_differ_within_a_buffer_are_refused_by_zero(tmp_path: Path) -> None:
+    def work(rank: int, say: Say, *, how: str) -> None:
+        trained = Trained(how, 0)
+        with Checkpointer(tmp_path, state=trained.state) as checkpointer:
+            if how == "zero2":
+                with pytest.raises(CorruptCheckpoint, match=r"differ in 'step' \(\[1.0, 2.0\]\)"):
+                    checkpointer.restore()
+                return
+            checkpointer.restore()
+            for step in range(2):
+                loss = trained.bare(torch.rand(4, 5)).sum()
+                loss.backward()
+                if step:
+                    trained.bare.first.weight.grad = None  # as one that was not used has none
+                trained.optimizer.step()
+                trained.optimizer.zero_grad()
+            checkpointer.save(1)
+
+    _ranks(1, lambda r, s: work(r, s, how="alone"))
+    _ranks(1, lambda r, s: work(r, s, how="zero2"))
 
 
 def test_a_loss_scaler_goes_on_where_it_was(tmp_path: Path) -> None:

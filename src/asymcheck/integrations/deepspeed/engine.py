@@ -59,7 +59,7 @@ def adopt_engines(items: Mapping[str, object], rank: int, world: int) -> dict[st
     Raises:
         StateError: An engine does what cannot be saved, or the name ``optimizer`` is taken.
     """
-    found = {name: value for name, value in items.items() if _is_engine(value)}
+    found: dict[str, Any] = {name: value for name, value in items.items() if _is_engine(value)}
     adopted = dict(items)
     for name, engine in found.items():
         check_engine(name, engine)
@@ -67,7 +67,7 @@ def adopt_engines(items: Mapping[str, object], rank: int, world: int) -> dict[st
         if engine.optimizer is None:
             continue
         # The one of torch's kind that makes the updates; stages from 1 on wrap it.
-        base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        base: Any = getattr(engine.optimizer, "optimizer", engine.optimizer)
         own = {id(base), id(engine.optimizer), id(engine.basic_optimizer)}
         names = [n for n, value in items.items() if id(value) in own]
         if not names and "optimizer" in items:
@@ -162,6 +162,8 @@ class EngineItem(ModuleItem):
                 span = slice(at, at + _AT_ONCE * stride, stride)
                 mine = low[span]
                 cast = master[span].to(low.dtype).to(low.device)
+                if torch.equal(mine, cast):
+                    continue
                 same = (mine == cast) | (mine.isnan() & cast.isnan())
                 if not same.all():
                     where = at + stride * int(same.logical_not().nonzero()[0, 0])
@@ -191,6 +193,7 @@ def _pieces(module: torch.nn.Module, flats: list[Flat]) -> dict[int, tuple[torch
     found = {
         id(part.param): (part.of(flat.master), part.piece) for flat in flats for part in flat.parts
     }
+    param: Any
     for param in module.parameters():
         if id(param) not in found and (part := frozen_part(param)):
             found[id(param)] = (part.of(param.ds_tensor), part.piece)

@@ -130,13 +130,11 @@ def _unknown(engine: Any) -> Iterator[str]:  # noqa: ANN401
     base = engine.basic_optimizer
     if any(part in type(base).__name__ for part in _NOT_ELEMENTWISE):
         yield f"the optimizer {type(base).__name__}, whose state changes before its step"
-    if getattr(optimizer, "torch_autocast_gradscaler", None) or getattr(
-        engine, "torch_autocast_z0_gradscaler", None
-    ):
+    scalers = ("torch_autocast_gradscaler", "torch_autocast_z0_gradscaler")
+    if any(getattr(of, name, None) for of in (optimizer, engine) for name in scalers):
         yield "torch autocast in float16"
-    names = (*_BY_GROUP, _STAGE_3)
-    if optimizer is not base and type(optimizer).__name__ not in names:
-        yield f"the optimizer wrapper {type(optimizer).__name__} (expected one of {list(names)})"
+    if optimizer is not base and type(optimizer).__name__ not in (*_BY_GROUP, _STAGE_3):
+        yield f"the optimizer wrapper {type(optimizer).__name__}"
 
 
 def read_partitions(engine: Any) -> list[Flat]:  # noqa: ANN401
