@@ -193,7 +193,7 @@ def check_alike(ranks: Ranks, what: str, own: Callable[[], Mapping[str, Any]]) -
 
     def digest() -> str:
         found.update(own())
-        return xxhash.xxh3_128_hexdigest(json.dumps(found, sort_keys=True))
+        return xxhash.xxh3_128_hexdigest(json.dumps(found, sort_keys=True).encode())
 
     if len(set(ranks.each(what, digest))) == 1:
         return

@@ -115,8 +115,8 @@ def _open_store(group: dist.ProcessGroup | None, rank: int, timeout_s: float) ->
 
 def _connect(addresses: list[list[str]], port: int, limit: timedelta) -> Store:
     tried = []
-    for host, address in addresses:
-        if host and host != host():
+    for where, address in addresses:
+        if where and where != host():
             continue  # a loopback address is only for those on its host
         try:
             socket.create_connection((address, port), _CONNECT_S).close()

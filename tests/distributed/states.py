@@ -68,8 +68,8 @@ def commit(repository: Repository, indexes: list[Index]) -> None:
     at = indexes[0].at
     data = [(index, dump_index(index)) for index in indexes]
     for index, text in data:
-        write_whole(repository.store, index_name(at, index.rank), text)
-    write_whole(repository.store, manifest_name(at), make_manifest(data))
+        write_whole(repository.store, index_name(at, index.rank), [text])
+    write_whole(repository.store, manifest_name(at), [make_manifest(data)])
 
 
 def save(make: Make, world: int, **options: Any) -> Repository:  # noqa: ANN401

@@ -29,6 +29,11 @@ from asymcheck.testing.ranks import check_all, run_ranks
 KINDS = ("fsdp2", "hsdp", "fsdp2 over tensor parallel", "ddp")
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # a fork does not inherit a thread pool
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -202,7 +202,7 @@ class State:
         found = samples_of(collector.sources)
         if self._world.size > 1:
             for name in sorted(self._replicated):
-                found[name] = xxhash.xxh3_64_hexdigest(items[name])
+                found[name] = xxhash.xxh3_64_hexdigest(items[name].encode())
         return found
 
     def plan(
