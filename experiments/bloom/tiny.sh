@@ -1,5 +1,17 @@
 #!/bin/sh
-# bloom tiny: causal-lm, 165,760 parameters.
-# Expected memory: 512.0 MiB on one rank in fp32, with the copy that a
-# checkpoint is written from. A checkpoint: 1.9 MiB.
+# bloom tiny: causal-lm, 165,760 parameters; a checkpoint is 1.9 MiB.
+#
+# Expected memory of a rank with the preset's batch and the copy that a checkpoint is
+# written from, and what of a checkpoint it saves:
+#
+# ranks  --parallel  --precision       holds       saves
+#     1  none        fp32          512.0 MiB     1.9 MiB
+#     8  ddp         fp32          512.0 MiB   242.8 KiB
+#     8  fsdp2       fp32          512.0 MiB   242.8 KiB
+#     8  zero1       bf16          512.0 MiB   242.8 KiB
+#     8  zero2       bf16          512.0 MiB   242.8 KiB
+#     8  zero3       bf16          512.0 MiB   242.8 KiB
+#
+# Each of several ranks builds the whole model before it keeps its share, in
+# 512.0 MiB of host memory. --hostfile FILE starts ranks on several hosts.
 exec asymlab train bloom --size tiny --steps 200 --every 20 --run runs/bloom-tiny "$@"

@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-from asymcheck.errors import CheckpointError, RankFailed, StateError
+from asymcheck.errors import RankFailed, RankMissing, StateError
 from asymcheck.outcomes import warn
 from asymcheck.ranks import Announcement, Ranks
 from asymcheck.termination import Termination
@@ -36,6 +36,7 @@ class Agreement:
         self._measured = measured and ranks.world > 1
         self._termination = termination
         self._failure: BaseException | None = None
+        self._drops: list[tuple[int, str]] = []
         self._told_of_end = False
         self._asked_to_save = False
         self._saves = False
@@ -68,10 +69,7 @@ class Agreement:
             elif found.what == "check":
                 self._check = True
             else:
-                dropped, why = json.loads(found.why)
-                if found.rank != self.ranks.rank:
-                    self.dropped.add(dropped)
-                    warn(f"rank {found.rank}: {why}")
+                self._hear_drop(found.rank, *json.loads(found.why))
 
     def due(self, step: int, own: Callable[[], bool]) -> bool:
         """Whether all ranks save after this step, which was heard of before.
@@ -112,6 +110,7 @@ class Agreement:
     def drop(self, dropped: int, why: str, step: int) -> None:
         """This rank gave up a save: the others can not make it whole."""
         if self.ranks.world > 1:
+            self._drops.append((dropped, why))  # where no step comes any more
             self.ranks.ask("drop", step, json.dumps([dropped, why]))
 
     def meet(self, what: str, own: Callable[[], bool], more_s: float) -> bool:
@@ -128,18 +127,38 @@ class Agreement:
         Raises:
             CheckpointError: As ``hear``.
         """
+        failure: BaseException | None = None
+        done = False
+        try:
+            done = own()
+        except Exception as bad:  # noqa: BLE001  all ranks are told of it below
+            failure = bad
+        failure = self._take_failure() or failure  # the first one
+        told = self.ranks.each(what, self._take_drops, more_s)
+        for rank, drops in enumerate(told):
+            for step, why in drops:
+                self._hear_drop(rank, step, why)
+        if isinstance(failure, RankMissing) and failure.step in self.dropped:
+            failure = None
 
-        def work() -> bool:
-            try:
-                done = own()
-            except CheckpointError as failure:
-                raise self._take_failure() or failure from None  # the first one
-            earlier = self._take_failure()
-            if earlier is not None:
-                raise earlier
+        def end() -> bool:
+            if failure is not None:
+                raise failure
             return done
 
-        return all(self.ranks.each(what, work, more_s))
+        try:
+            return all(self.ranks.each(what, end))
+        finally:
+            failure = None  # its traceback knows this frame, which would outlive us all
+
+    def _take_drops(self) -> list[tuple[int, str]]:
+        drops, self._drops = self._drops, []
+        return drops
+
+    def _hear_drop(self, rank: int, step: int, why: str) -> None:
+        if rank != self.ranks.rank and step not in self.dropped:
+            self.dropped.add(step)
+            warn(f"rank {rank}: {why}")
 
     def _take_failure(self) -> BaseException | None:
         failure, self._failure = self._failure, None

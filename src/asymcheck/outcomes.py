@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Container
 from typing import Literal, Protocol
 
-from asymcheck.errors import CheckpointWarning, DroppedCheckpoint
+from asymcheck.errors import CheckpointWarning, DroppedCheckpoint, RankMissing
 from asymcheck.handles import Handle
 from asymcheck.timekeeping import Timekeeper
 from asymcheck.tracing import Tracer
@@ -76,6 +76,7 @@ class Outcomes:
                 self._timekeeper.note_durable(handle.durable.result())
                 if captures is not None:
                     captures.note_success()
+        failures.sort(key=lambda failure: isinstance(failure, RankMissing))  # that may be a result
         for message in said:
             warn(message)
         if self._on_error == "warn":

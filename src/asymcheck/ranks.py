@@ -113,7 +113,7 @@ class Ranks(Protocol):
         ...
 
     def close(self) -> None:
-        """Say good-bye; rank 0 waits a little until all have."""
+        """Say nothing more; rank 0 waits a little until the others do not either."""
         ...
 
 
@@ -214,32 +214,26 @@ class Together:
             silent = self._await(store, here, until_s)
             mine = f"{self.rank} {json.dumps(silent)}" if silent else "all"
             verdict = store.compare_set(f"{here}/verdict", "", mine).decode()
-            if verdict != "all":
-                return verdict, []
-            answers = [store.get(f"{here}/{rank}").decode() for rank in range(self.world)]
-            # Whoever tells something here has read everything of the meeting before.
-            store.delete_key(f"meeting/{self._meetings - 1}/{self.rank}")
-            if self.rank == 0:
-                store.delete_key(f"meeting/{self._meetings - 2}/verdict")
+            answers = []
+            if verdict == "all":
+                answers = [store.get(f"{here}/{rank}").decode() for rank in range(self.world)]
+            self._await_readers(store, here)
             return verdict, answers
 
-        verdict, told = self._line.call(meet, what, self._timeout_s + more_s)
+        verdict, told = self._line.call(meet, what, self._timeout_s + more_s + _LAST_WORDS_S)
         if verdict != "all":
-            self._part(here)
             by, _, ranks = verdict.partition(" ")
             raise self._silent(what, int(by), json.loads(ranks))
         answers = [json.loads(answer) for answer in told]
         wrong = next((r for r, a in enumerate(answers) if a["what"] != what), None)
         failed = next((r for r, a in enumerate(answers) if "failed" in a), None)
         if wrong is not None:
-            self._part(here)
             raise RankFailed(
                 (wrong,),
                 f"rank {wrong} is at {answers[wrong]['what']!r}, rank {self.rank} at {what!r}: "
                 f"every rank must make the same calls of its Checkpointer in the same order",
             )
         if failed is not None:
-            self._part(here)
             raise RankFailed(
                 (failed,), f"{what}: rank {failed} failed: {answers[failed]['failed']}"
             )
@@ -284,25 +278,26 @@ class Together:
             f"hangs, lags, or did not make this call, which every rank must make",
         )
 
-    def _part(self, here: str) -> None:
-        """After a failure a process may end: rank 0, who holds the store, the last."""
-        with suppress(RankFailed):
-            self._line.call(
-                lambda store: self._await_parting(store, here), "parting", _LAST_WORDS_S
-            )
-
-    def _await_parting(self, store: Store, here: str) -> None:
-        store.set(f"{here}/{self.rank}/parted", "1")
+    def _await_readers(self, store: Store, here: str) -> None:
+        """Whatever comes after a meeting may end a process: rank 0, which holds what was told,
+        goes on when all have read it, or after a while.
+        """
+        read = store.add(f"{here}/read", 1)
         if self.rank:
             return
-        until_s = monotonic() + _LAST_WORDS_S
-        left = set(range(self.world))
-        while left and monotonic() < until_s:
-            left = {
-                r for r in left if not self._is_gone(r) and not store.check([f"{here}/{r}/parted"])
-            }
-            if left:
-                sleep(_LONG_POLL_S)
+        until_s, pause_s = monotonic() + _LAST_WORDS_S, _SHORT_POLL_S
+        while read < self.world and monotonic() < until_s:
+            sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONG_POLL_S)
+            if (
+                pause_s == _LONG_POLL_S
+                and read + sum(map(self._is_gone, range(self.world))) >= self.world
+            ):
+                return
+            read = store.add(f"{here}/read", 0)
+        if read == self.world:
+            for key in ("verdict", "read", *range(self.world)):
+                store.delete_key(f"{here}/{key}")
 
     # --- announcements: one asks, rank 0 announces, each looks -----------------
 
@@ -380,7 +375,10 @@ class Together:
 
     def close(self) -> None:
         """See ``Ranks``."""
-        self._part("close")
+        with suppress(RankFailed):
+            self._line.call(
+                lambda store: self._await_readers(store, "close"), "close", _LAST_WORDS_S
+            )
         self._line.close()
 
 
@@ -395,14 +393,14 @@ def _named(ranks: Sequence[int]) -> str:
 @contextmanager
 def alike(ranks: Ranks, what: str) -> Iterator[None]:
     """A block that each rank runs: all go on after it, or none does; see ``Ranks.each``."""
+    failed: list[Exception] = []
+
+    def end() -> None:
+        if failed:
+            raise failed.pop()
+
     try:
         yield
-    except Exception as failure:
-        again = failure
-
-        def fail() -> None:
-            raise again
-
-        ranks.each(what, fail)
-        raise
-    ranks.each(what, _nothing)
+    except Exception as failure:  # noqa: BLE001  raised again at the end
+        failed.append(failure)
+    ranks.each(what, end)

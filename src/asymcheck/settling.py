@@ -79,7 +79,10 @@ class Settling:
             if own is None:
                 why = f"rank 0: {first['failed']}"
                 own = NoCheckpoint(why) if first["none"] else StoreError(why, retryable=False)
-            raise own
+            try:
+                raise own
+            finally:
+                del own  # its traceback knows this frame, which would keep all above it alive
         return (
             [CheckpointId(*at) for at in first["candidates"]],
             [(passed, why) for passed, why in first["damaged"]],

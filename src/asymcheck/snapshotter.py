@@ -95,11 +95,10 @@ class Snapshotter:
         self._sink = sink
         self._tracer = tracer
         self._active: Active | None = None
-        self._turn = 0
         self._placer = Placer()
         self._prepared = False
         self._fencing = threading.RLock()
-        self._drops = 0
+        self._turn = self._drops = 0
         self._blocking = strategy.capture == "blocking"
         self._warned_of_eager = False
         self._freezer = Freezer(strategy.capture, _warn)
@@ -244,9 +243,8 @@ class Snapshotter:
 
     def _write_through(self, described: Capture, placed: Placed) -> Handle:
         """Without memory for a slot: from live memory to the store, before training goes on."""
-        step = described.at.step
-        handle = self._handle(step)
-        with timed(self._sink, Stage.STALL, step):
+        handle = self._handle(described.at.step)
+        with timed(self._sink, Stage.STALL, described.at.step):
             try:
                 found = write_checkpoint(
                     self._repository,

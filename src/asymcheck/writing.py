@@ -138,6 +138,9 @@ class RootWriter:
             before = self._ranks.first("branching", lambda: self._before(step))
             self._start_attempt(CheckpointId(*before))
 
+    def _check_writer(self, attempt: int) -> None:
+        self._existing().check_writer(attempt)
+
     def _refuse_other_checkpoints(self) -> None:
         found = self._existing().lineage()
         if found:
@@ -229,7 +232,7 @@ class RootWriter:
         at = CheckpointId(attempt, step)
 
         def capture(how: Literal["wait", "skip", "raise"]) -> Handle | None:
-            self._existing().check_writer(attempt)
+            self._check_writer(attempt)
             return self._capturing().capture(at, numbers, how)
 
         if self._ranks.world == 1:

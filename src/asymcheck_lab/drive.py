@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -60,7 +61,7 @@ def _no_number(norm: float) -> RunError:
 class _Torch:
     """AdamW over whatever parameters the model has: whole ones, or shards."""
 
-    floats = None
+    floats: torch.dtype | None = None
 
     def __init__(
         self,
@@ -111,6 +112,8 @@ def _fsdp2(model: torch.nn.Module, settings: RecipeSettings, world: World) -> Dr
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
+    # What a model returns is not changed in place here, of which it warns with some models.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     kind = torch.device(world.device).type
     mesh = init_device_mesh(kind, (world.size,))
     for unit in (*blocks(model), model):
@@ -138,6 +141,7 @@ class _Zero:
     ) -> None:
         if world.device == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
+        os.environ.setdefault("LOCAL_RANK", str(world.rank))  # asked for without a launcher too
         import deepspeed
         from deepspeed.ops import __compatible_ops__ as extensions
 

@@ -42,8 +42,8 @@ def fingerprint(
         found[f"model/{name}"] = _digest(buffer)
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
-            name = names.get(parameter)
-            if name is None:
+            name = names.get(parameter, "")
+            if not name:
                 name = f"group{number}.{place}"
                 found[f"optim/{name}/values"] = _digest(parameter)
             for key, value in optimizer.state.get(parameter, {}).items():

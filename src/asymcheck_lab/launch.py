@@ -18,7 +18,7 @@ from pathlib import Path
 from asymcheck_lab.errors import DataError
 
 _LINE = re.compile(r"(?P<name>[^\s=]+)\s+slots=(?P<slots>[1-9][0-9]*)\Z")
-_PASSED_ON = ("PYTHON", "NCCL_", "GLOO_", "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES")
+_PASSED_ON = ("PYTHON", "NCCL_", "GLOO_", "OMP_", "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES")
 _GRACE_S = 60.0
 
 
@@ -110,14 +110,16 @@ def launch(hosts: Sequence[Host], arguments: Sequence[str]) -> int:
     """
     own = {"localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn()}
     port = _free_port()
+    # torchrun would set it and say so; a training sets its threads itself.
+    environ = {"OMP_NUM_THREADS": "1", **os.environ}
     running: list[subprocess.Popen[bytes]] = []
     code = 0
     try:
         for number, host in enumerate(hosts):
             command = command_on(hosts, number, port, arguments)
             if host.name not in own:
-                command = over_ssh(host.name, command, os.environ, Path.cwd())
-            running.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+                command = over_ssh(host.name, command, environ, Path.cwd())
+            running.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ))
         until_s = float("inf")
         while running and time.monotonic() < until_s:
             for process in [p for p in running if p.poll() is not None]:

@@ -119,10 +119,9 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(world) -> None:
             dist.barrier()  # the others come here after their timeout
             say(raised(lambda: ranks.exchange("a save", None)))
         else:
-            start_s = monotonic()
             say(raised(lambda: ranks.exchange("a save", None)))
-            assert monotonic() - start_s >= TIMEOUT_S
             dist.barrier()
+        dist.barrier()  # rank 0 lives until rank 1 has heard
 
     for rank, ((ranks, text),) in enumerate(check_all(run_ranks(world, work))):
         if rank == 1:

@@ -55,7 +55,7 @@ def test_every_preset_has_its_command_and_they_are_what_is_written():
     for name, text in found.items():
         assert os.access(folder / name, os.X_OK)
         assert text.count("exec asymlab train") == 1
-        assert "# Expected memory: " in text
+        assert "# Expected memory of a rank" in text
 
 
 def test_a_picture_shows_losses_evaluations_and_restarts(tmp_path: Path):

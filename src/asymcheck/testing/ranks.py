@@ -6,19 +6,21 @@ No wait is without a bound: of the world itself, of each collective in it, of it
 from __future__ import annotations
 
 import faulthandler
+import gc
+import importlib
 import signal
+import tempfile
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from time import monotonic
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from asymcheck.testing.children import Child, Outcome, Say
 
-WORLD_TIMEOUT_S = 120.0
+WORLD_TIMEOUT_S = 90.0
 _LAST_WORDS_S = 5.0
 
 Work = Callable[[int, Say], object]
@@ -36,8 +38,7 @@ def run_ranks(
     """Run ``work`` on each rank of a world of its own, and wait for all of them.
 
     Each rank is a fork of this process with ``torch.distributed`` initialised for gloo, and with
-    one thread for computing. The rendezvous is a store of this process on a free port of the
-    loopback interface, so that it outlives every rank.
+    one thread for computing. They find each other through a file, so that it outlives every rank.
 
     Args:
         world: How many ranks.
@@ -55,18 +56,27 @@ def run_ranks(
     """
     until_s = monotonic() + timeout_s
     limit = timedelta(seconds=collective_timeout_s)
-    store = _store(0, True, limit)
+    folder = tempfile.TemporaryDirectory()
 
     def run(rank: int, say: Say) -> None:
+        # What is garbage of the parent may have had threads, which the fork has not.
+        gc.freeze()
         # Not faulthandler's own timer: it would wait for that of the parent, which no fork has.
         faulthandler.register(signal.SIGALRM, file=2)
         signal.alarm(max(1, int(until_s - monotonic() - _LAST_WORDS_S)))
         torch.set_num_threads(1)
-        client = _store(store.port, False, limit)
-        dist.init_process_group("gloo", timeout=limit, store=client, rank=rank, world_size=world)
+        # A file and no server of this process: that is a thread, and a fork beside it can hang.
+        store = dist.FileStore(f"{folder.name}/store", world)
+        store.set_timeout(limit)
+        dist.init_process_group("gloo", timeout=limit, store=store, rank=rank, world_size=world)
         work(rank, say)
 
+    importlib.import_module("torch._dynamo")  # once here, and not in each rank that wraps in DDP
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a fork does not inherit a pool of them
     children = [Child(partial(run, rank)) for rank in range(world)]
+    torch.set_num_threads(threads)
     try:
         heard: dict[int, list[object]] = {rank: [] for rank in kill or {}}
         for rank, last in (kill or {}).items():
@@ -84,18 +94,13 @@ def run_ranks(
                 outcomes.append(child.wait(max(0.0, until_s - monotonic())))
             except AssertionError as failure:
                 late.append(f"rank {rank}: {failure}")
+        folder.cleanup()
     if late:
         raise AssertionError("; ".join(late))
     return [
         Outcome(o.status, [*heard.get(rank, []), *o.said], o.error)
         for rank, o in enumerate(outcomes)
     ]
-
-
-def _store(port: int, serves: bool, limit: timedelta) -> Any:  # noqa: ANN401
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", port, None, serves, limit, wait_for_workers=False
-    )
 
 
 def check_all(outcomes: list[Outcome]) -> list[list[object]]:
