@@ -201,8 +201,13 @@ def recompute(model: torch.nn.Module, name: str) -> None:
     enable({"use_reentrant": False})
 
 
-def check_precision(precision: str, device: str) -> None:
+def check_precision(precision: str, device: str, *, masters: bool = False) -> None:
     """Refuse what a device does not have.
+
+    Args:
+        precision: One of ``PRECISIONS``.
+        device: ``cpu`` or ``cuda``.
+        masters: Whether half precision is that of DeepSpeed, which has no fp16 on a CPU.
 
     Raises:
         UsageError: There is no such device, or it lacks the precision.
@@ -214,6 +219,8 @@ def check_precision(precision: str, device: str) -> None:
         raise UsageError("device: expected one that this machine has, found 'cuda'")
     if kind == "cuda" and precision == "bf16" and not torch.cuda.is_bf16_supported():
         raise UsageError("precision: bf16 is not to be had on this device; take fp16")
+    if kind == "cpu" and precision == "fp16" and masters:
+        raise UsageError("precision: DeepSpeed has no fp16 on a CPU; take bf16 or fp32")
 
 
 def vary(

@@ -153,7 +153,7 @@ def train(options: TrainOptions, observer: Observer | None = None) -> Result:
     """
     preset, task = options.preset(), task_of(options.model, options.task)
     parallel = find_parallel(options.parallel)
-    check_precision(preset.recipe.precision, options.device)
+    check_precision(preset.recipe.precision, options.device, masters=parallel.masters)
     with join(options.parallel, options.device) as world:
         refuse_what_cannot_fit(
             preset,

@@ -25,6 +25,7 @@ from asymcheck_lab.launch import Host, over_ssh, read_hosts
 from asymcheck_lab.loading import Loader
 from asymcheck_lab.parallel import PARALLELS, find_parallel
 from asymcheck_lab.presets import TASKS, load_preset
+from asymcheck_lab.recipe import check_precision
 from asymcheck_lab.record import read_log, read_result
 from asymcheck_lab.sizes import (
     MOMENTS,
@@ -251,6 +252,12 @@ def test_options_that_contradict_each_other_or_the_launcher_are_refused(
 def test_several_ranks_need_a_launcher(tmp_path: Path):
     with pytest.raises(UsageError, match="ddp needs a launcher"):
         train(TrainOptions(size="tiny", log=tmp_path / "log", parallel="ddp"))
+
+
+def test_half_precision_that_deepspeed_does_not_have_is_refused():
+    with pytest.raises(UsageError, match="DeepSpeed has no fp16 on a CPU; take bf16"):
+        check_precision("fp16", "cpu", masters=PARALLELS["zero2"].masters)
+    check_precision("fp16", "cpu", masters=PARALLELS["fsdp2"].masters)
 
 
 def test_what_is_started_is_the_command_with_all_its_options(monkeypatch: pytest.MonkeyPatch):
