@@ -37,7 +37,7 @@ WHOLES = st.lists(st.sampled_from([1, 3, 5, 6, 7, 17]), max_size=3).map(tuple) |
 
 
 def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
-    """``[0, size)`` as ranges: as ``torch.chunk`` cuts it, with empty ones at its end, or anyhow."""
+    """``[0, size)`` as ranges: as ``torch.chunk`` cuts it, with empty ones last, or anyhow."""
     parts = draw(st.integers(1, 5))
     if draw(st.booleans()):
         step = -(-size // parts)
@@ -225,7 +225,9 @@ def test_a_division_covers_and_without_one_of_its_pieces_does_not(data: st.DataO
 
 def test_a_mesh_of_ten_thousand_ranks_is_told_to_cover_and_its_one_hole_is_found() -> None:
     whole = (1000, 1000)
-    grid = [(Piece(whole, (i, j)), (10, 10)) for i in range(0, 1000, 10) for j in range(0, 1000, 10)]
+    grid = [
+        (Piece(whole, (i, j)), (10, 10)) for i in range(0, 1000, 10) for j in range(0, 1000, 10)
+    ]
     assert uncovered(whole, grid) is None
     del grid[3721]
     assert uncovered(whole, grid) == "the box from [370, 210] to [380, 220] of [1000, 1000]"

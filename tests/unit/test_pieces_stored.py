@@ -139,9 +139,7 @@ def test_what_golden_checkpoints_say_is_said_in_the_same_bytes_today(root: str) 
 
 
 def indexes_of(repository: Repository) -> list[Index]:
-    return [
-        made.write_index(repository, ONE, rank, made.parts(rank, 1))[0] for rank in range(2)
-    ]
+    return [made.write_index(repository, ONE, rank, made.parts(rank, 1))[0] for rank in range(2)]
 
 
 def committed(repository: Repository, indexes: list[Index], **changes: Any) -> None:
