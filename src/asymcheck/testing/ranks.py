@@ -66,7 +66,7 @@ def run_ranks(
         signal.alarm(max(1, int(until_s - monotonic() - _LAST_WORDS_S)))
         torch.set_num_threads(1)
         # A file and no server of this process: that is a thread, and a fork beside it can hang.
-        store = dist.FileStore(f"{folder.name}/store", world)
+        store = dist.FileStore(f"{folder.name}/store", world)  # type: ignore[attr-defined]
         store.set_timeout(limit)
         dist.init_process_group("gloo", timeout=limit, store=store, rank=rank, world_size=world)
         work(rank, say)
