@@ -151,6 +151,15 @@ def test_a_rank_that_was_killed_is_named_at_once(world, dead) -> None:
             assert f"rank {dead}" in text
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether each of its threads has seen the signal."""
+    states = [
+        (task / "stat").read_text().rpartition(")")[2].split()[0]
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    ]
+    return set(states) == {"T"}
+
+
 def test_a_stopped_rank_0_is_named_in_bounded_time(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
 
@@ -162,10 +171,14 @@ def test_a_stopped_rank_0_is_named_in_bounded_time(tmp_path: Path) -> None:
             time.sleep(600)
         ranks.exchange("ready", None)
         stopped = int(pid.read_text())
-        os.kill(stopped, signal.SIGSTOP)
-        say(raised(lambda: ranks.look(1)))
-        say(raised(lambda: ranks.exchange("more", None)))
-        os.kill(stopped, signal.SIGKILL)
+        try:
+            os.kill(stopped, signal.SIGSTOP)
+            while not is_stopped(stopped):  # its threads run on until each has seen it
+                time.sleep(0.001)
+            say(raised(lambda: ranks.look(1)))
+            say(raised(lambda: ranks.exchange("more", None)))
+        finally:
+            os.kill(stopped, signal.SIGKILL)
 
     outcomes = run_ranks(2, work)
     for ranks, text in outcomes[1].check():
