@@ -15,7 +15,7 @@ test: $(STAMP)
 
 test-extra: $(RIVALS)
 	@.ci/browser
-	$(BIN)/pytest -m "extra and not slow"
+	$(BIN)/pytest -n 2 --dist loadgroup -m "extra and not slow"
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests examples

@@ -12,8 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KILLED = Path(__file__).with_name("killed.py")
-EXAMPLES = ["ddp", "fsdp2", pytest.param("deepspeed", marks=pytest.mark.extra)]
+EXAMPLES = ["ddp", "fsdp2", "deepspeed"]
 LIMIT_S = 200
+
+pytestmark = pytest.mark.extra  # sixteen interpreters with torch: minutes
 
 
 def torchrun(ranks: int, *words: object) -> subprocess.CompletedProcess[str]:
