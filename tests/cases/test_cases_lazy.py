@@ -591,7 +591,7 @@ def test_ten_saves_against_a_store_that_does_not_move_take_no_more_than_their_sl
     run = create_repository(store).run
     state_bytes = sum(p.nbytes for p in model.parameters())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asymcheck.session.is_own_memory", lambda _: False)
+        patch.setattr("asymcheck.writing.is_own_memory", lambda _: False)
         checkpointer = Checkpointer(
             store, state={"m": model}, strategy=strategy, every_steps=1, persist="thread"
         )

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch._dynamo  # before any fork: each child would load it anew
 
-from asymcheck import Checkpointer, handover, session
+from asymcheck import Checkpointer, handover, writing
 from asymcheck.capture import Canary, Capture, dump_capture
 from asymcheck.decoding import verify
 from asymcheck.errors import CheckpointWarning, OptionError, SupersededWriter
@@ -402,7 +402,7 @@ def test_a_save_in_memory_without_a_name_is_waited_for_after_its_trainer_was_kil
     url = f"faulty+file://{root}?op=write&name=step-00000002/*.pack&do=stop"
 
     def work(say: Say) -> None:
-        session.SHARED_MEMORY = root / "no such place"  # type: ignore[attr-defined]
+        writing.SHARED_MEMORY = root / "no such place"  # type: ignore[attr-defined]
         warnings.simplefilter("ignore")
         weight = torch.zeros(8)
         checkpointer = Checkpointer(url, state={"w": weight})

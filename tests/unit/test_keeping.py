@@ -431,11 +431,11 @@ def test_what_is_whole_at_its_boundary_goes_to_the_store_once_whoever_comes_firs
     late: list[Any] = []
     begin = snapshotter._persister.begin
 
-    def counted(slot: Slot, step: int) -> Any:
+    def counted(slot: Slot, step: int, *rest: Any) -> Any:
         begun.append(step)
         while late:
             late.pop().run(lambda: None)  # only now the copying thread comes to it
-        return begin(slot, step)
+        return begin(slot, step, *rest)
 
     snapshotter._persister.begin, snapshotter.copier.start = counted, late.append
     handle = checkpointer.save(1)
