@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asymcheck import Checkpointer
 from asymcheck.handles import Handle
+from asymcheck.planning.layout import CHUNK_BYTES, SMALL_BYTES
 from asymcheck.planning.strategies import Strategy, resolve
 from asymcheck.planning.variants import TRIES
 from asymcheck_lab.compare_forms import FormSpec
@@ -41,11 +42,11 @@ class _Save:
     went_on_s: float
     handle: Handle
     stall_s: float
-    durable_s: float = 0.0
+    released_s: float = 0.0
 
     def note(self, _: object) -> None:
-        """It is durable now."""
-        self.durable_s = perf_counter()
+        """Its slot is free now, or stays with what is in memory alone."""
+        self.released_s = perf_counter()
 
 
 class _Loop:
@@ -120,7 +121,9 @@ def measure(spec: FormSpec) -> dict[str, Any]:
         loop.step(save=number % spec.every == 0)
     period_s = (perf_counter() - begin_s) / spec.checkpoints
     loop.checkpointer.close()
+    chunks = [-(-t.nbytes // CHUNK_BYTES) for t in _tensors(model, optimizer)]
     return _found(loop.saves[settled:], period_s) | {
+        "chunks": max(1, sum(chunks)),
         "step_s": plain_s,
         "window_s": median(loop.windows_s),
         "copy_s": copy_s,
@@ -132,22 +135,32 @@ def _found(saves: list[_Save], period_s: float) -> dict[str, Any]:
     count = len(saves)
     reports = [save.handle.durable.result(_LIMIT_S) for save in saves]
     until_s = perf_counter() + _LIMIT_S
-    while not all(save.durable_s for save in saves):  # callbacks run a moment after the result
+    while not all(save.released_s for save in saves):  # callbacks run a moment after the result
         if perf_counter() > until_s:
-            raise RunError(f"not every checkpoint was seen to be durable after {_LIMIT_S:.0f} s")
+            raise RunError(f"not every checkpoint was released after {_LIMIT_S:.0f} s")
         sleep(0.001)
-    under_way_s = sum(max(0.0, save.durable_s - save.went_on_s) for save in saves) / count
+    durable_s = [save.begin_s + r.durable_s for save, r in zip(saves, reports, strict=True)]
+    under_way_s = sum(
+        max(0.0, end_s - save.went_on_s) for save, end_s in zip(saves, durable_s, strict=True)
+    )
     return {
         "stall_s": sum(save.stall_s for save in saves) / count,
-        "durable_s": sum(save.durable_s - save.begin_s for save in saves) / count,
-        "in_flight": under_way_s / period_s,
+        "durable_s": sum(r.durable_s for r in reports) / count,
+        "in_flight": under_way_s / count / period_s,
         "raw_bytes": reports[-1].raw_bytes,
-        "stored_bytes": sum(r.stored_bytes for r in reports) // count,
-        "encode_s": sum(r.encode_s for r in reports) / count,
-        "write_s": sum(r.write_s for r in reports) / count,
-        "library_copy_s": sum(r.copy_s for r in reports) / count,
         "batches": max(r.batches for r in reports),
         "eager_bytes": reports[-1].eager_bytes,
+        "saves": [
+            {
+                "stored_bytes": r.stored_bytes,
+                "copy_s": r.copy_s,
+                # Not ``encode_s``: that holds waits for the copy.
+                "encode_s": sum(group.cpu_s for group in r.groups),
+                "write_s": r.write_s,
+                "release_s": max(0.0, save.released_s - end_s),
+            }
+            for save, r, end_s in zip(saves, reports, durable_s, strict=True)
+        ],
     }
 
 
@@ -161,11 +174,17 @@ def _plain_step_s(model: Synthetic, optimizer: torch.optim.Optimizer) -> float:
     return median(seconds[2:])
 
 
-def _copy_s(model: Synthetic, optimizer: torch.optim.Optimizer) -> float:
-    """Of the whole state into memory that was used before."""
+def _tensors(model: Synthetic, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters and their two moments, those that are chunks of their own."""
     tensors = [p.detach() for p in model.parameters()]
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.nbytes >= SMALL_BYTES]
+
+
+def _copy_s(model: Synthetic, optimizer: torch.optim.Optimizer) -> float:
+    """Of the whole state into memory that was used before."""
+    tensors = _tensors(model, optimizer)
     copies = [torch.zeros_like(tensor) for tensor in tensors]
     seconds = []
     for _ in range(5):
