@@ -2,9 +2,9 @@
 
 Each strategy of the library is measured twice (``compare_forms_run``): so often that it waits for
 its earlier checkpoints, and so seldom that it does not. What ``planning.closed_forms`` makes of
-the same times stands beside it. Nothing is fitted: rates are those of the store and of a copy
-that was measured alone; what encoding took and left, and how long the library is busy with a
-checkpoint that is durable already, is what it reports of each one.
+the same times stands beside it. Nothing is fitted: rates are those of the store, and of a copy
+and a commit that were measured alone; what encoding took and left, and how long the library is
+busy with a checkpoint that is durable already, is what it reports of each one.
 """
 
 from __future__ import annotations
@@ -240,6 +240,7 @@ def work_of(strategy: Strategy, record: Mapping[str, Any], save: Mapping[str, fl
     """
     plain_s: float = record["copy_s"]
     ring = _ring_of(strategy, record["raw_bytes"]) is not None
+    stored = save["stored_bytes"] > 0
     return Work(
         step_s=record["step_s"],
         window_s=min(record["window_s"], record["step_s"]),
@@ -247,6 +248,7 @@ def work_of(strategy: Strategy, record: Mapping[str, Any], save: Mapping[str, fl
         write_s=save["stored_bytes"] / record["bytes_per_s"],
         encode_s=save["encode_s"],
         device_s=plain_s,  # without a device both are copies in memory
+        commit_s=record["commit_s"] if stored and not ring else 0.0,
         release_s=0.0 if ring else save["release_s"],
     )
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -19,9 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asymcheck import Checkpointer
 from asymcheck.handles import Handle
-from asymcheck.planning.layout import CHUNK_BYTES, SMALL_BYTES
+from asymcheck.planning.layout import CHUNK_BYTES, SMALL_BYTES, KiB
 from asymcheck.planning.strategies import Strategy, resolve
 from asymcheck.planning.variants import TRIES
+from asymcheck.storage.store import open_store, write_whole
 from asymcheck_lab.compare_forms import FormSpec
 from asymcheck_lab.engine_run import Synthetic
 from asymcheck_lab.errors import RunError
@@ -32,6 +34,7 @@ _PLAIN = 8
 _SETTLED = 3
 """Checkpoints before the counted ones, beside those that may be in flight."""
 _LIMIT_S = 120.0
+_COMMITS, _SMALL_OBJECT_BYTES = 9, 16 * KiB
 _NEVER = 1 << 40
 """Steps between two saves that nobody asks for."""
 
@@ -111,6 +114,7 @@ def measure(spec: FormSpec) -> dict[str, Any]:
     strategy = resolve(spec.strategy)
     plain_s = _plain_step_s(model, optimizer)
     copy_s = _copy_s(model, optimizer)
+    commit_s = _commit_s(spec)
     loop = _Loop(model, optimizer, strategy, spec.root)
     settled = _SETTLED + strategy.admission.max_in_flight
     settled += 2 * TRIES if strategy.capture == "profiled" else 0
@@ -127,6 +131,7 @@ def measure(spec: FormSpec) -> dict[str, Any]:
         "step_s": plain_s,
         "window_s": median(loop.windows_s),
         "copy_s": copy_s,
+        "commit_s": commit_s,
         "period_s": period_s,
     }
 
@@ -192,6 +197,20 @@ def _copy_s(model: Synthetic, optimizer: torch.optim.Optimizer) -> float:
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor)
         seconds.append(perf_counter() - begin_s)
+    return median(seconds)
+
+
+def _commit_s(spec: FormSpec) -> float:
+    """Of making three small objects durable: so many make a checkpoint, pack, index, manifest."""
+    with tempfile.TemporaryDirectory(dir=Path(spec.folder).parent) as folder:
+        store = open_store(replace(spec, folder=folder).root)
+        store.prepare()
+        seconds = []
+        for number in range(_COMMITS):
+            begin_s = perf_counter()
+            for part in range(3):
+                write_whole(store, f"step-{number}/{part}", [bytes(_SMALL_OBJECT_BYTES)])
+            seconds.append(perf_counter() - begin_s)
     return median(seconds)
 
 

@@ -167,6 +167,7 @@ class Timeline:
             if not save.left:
                 if self.how.sealed == "fence":
                     yield partial(getattr, save, "is_sealed")
+                yield save.work.commit_s
                 save.durable_s = self._now_s
                 yield save.work.release_s
                 self._in_flight -= 1

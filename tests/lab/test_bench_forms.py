@@ -50,6 +50,7 @@ def record(**fields: Any) -> dict[str, Any]:
         "step_s": 0.2,
         "window_s": 0.15,
         "copy_s": 0.05,
+        "commit_s": 0.0,
         "raw_bytes": 32_000_000,
         "state_bytes": 32_000_000,
         "chunks": 10,
@@ -89,10 +90,11 @@ def test_the_forms_get_the_times_of_the_measurement() -> None:
     # A chunk of ten is encoded while the one before is written; the slower of the two decides.
     slow = predicted(record(save={"stored_bytes": 6_400_000, "encode_s": 0.3}))
     assert slow.stall_s == pytest.approx(0.05 + (0.1 + 0.3) / 10 + 0.9 * 0.3)
+    assert predicted(record(commit_s=0.02)).durable_s == pytest.approx(0.57)
 
 
 def test_what_stays_in_memory_is_whole_at_the_fence_and_takes_one_of_two_slots() -> None:
-    one = record(strategy="gemini", every=1, save={"stored_bytes": 0})
+    one = record(strategy="gemini", every=1, commit_s=0.02, save={"stored_bytes": 0})
     (how,) = mechanisms_of(strategies["gemini"], one)
     assert (how.sealed, how.max_in_flight) == ("fence", 1)
     form = predicted(one)

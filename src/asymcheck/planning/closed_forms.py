@@ -30,6 +30,7 @@ class Work:
         write_s: Writing what is stored of it, W = S_out / B_st, by all writers together.
         encode_s: Encoding it, C.
         device_s: Copying it within the device, G = S / B_hbm.
+        commit_s: Syncing it and saying that it is there, K: once, when all is written and sealed.
         release_s: From when it is durable until its writer and its slot are free, F: retention,
             and what is measured for the next one.
     """
@@ -40,10 +41,12 @@ class Work:
     write_s: float
     encode_s: float = 0.0
     device_s: float = 0.0
+    commit_s: float = 0.0
     release_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("copy_s", "write_s", "encode_s", "device_s", "release_s"):
+        names = ("copy_s", "write_s", "encode_s", "device_s", "commit_s", "release_s")
+        for name in names:
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise OptionError(f"{name}: expected seconds from 0, found {getattr(self, name)!r}")
         if not 0.0 <= self.window_s <= self.step_s or not 0.0 < self.step_s < math.inf:
@@ -125,10 +128,13 @@ def steady_state(work: Work, how: Mechanism, interval_steps: int) -> Steady:
     """What each checkpoint costs in the long run, with one every ``interval_steps``.
 
     Raises:
-        OptionError: A ring that is not released at once: that has no form here.
+        OptionError: A ring whose writer is not free at once: that has no form here.
     """
-    if how.ring_pieces is not None and work.release_s:
-        raise OptionError(f"release_s: expected 0 with a ring, found {work.release_s!r}")
+    if how.ring_pieces is not None and work.commit_s + work.release_s:
+        raise OptionError(
+            f"commit_s, release_s: expected 0 with a ring, found {work.commit_s!r} and "
+            f"{work.release_s!r}"
+        )
     own_s = how_long(work, how)
     boundary_s, fence_s = _stalls_s(work, how)
     work_s = interval_steps * work.step_s
@@ -192,7 +198,7 @@ def how_long(work: Work, how: Mechanism) -> float:
         before_s = work.device_s
     written_s = before_s + math.fsum(stages) / m + (m - 1) / m * max(stages)
     sealed_s = work.window_s + _stalls_s(work, how)[1] if how.sealed == "fence" else 0.0
-    return max(written_s, sealed_s)
+    return max(written_s, sealed_s) + work.commit_s
 
 
 def _stalls_s(work: Work, how: Mechanism) -> tuple[float, float]:
@@ -219,4 +225,4 @@ def _least_period_s(work: Work, how: Mechanism) -> float:
 
 
 def _bottleneck_s(work: Work) -> float:
-    return max(work.copy_s, work.encode_s, work.write_s + work.release_s)
+    return max(work.copy_s, work.encode_s, work.write_s + work.commit_s + work.release_s)
