@@ -123,6 +123,7 @@ def add_bench(
                     systems or "all",
                     folder=folder,
                     results=results or Path("results/forms.jsonl"),
+                    docs=docs,
                     report_only=report_only,
                 )
                 return
@@ -241,21 +242,35 @@ def _compare(
         raise typer.Exit(1)
 
 
-def _forms(systems: str, *, folder: Path, results: Path, report_only: bool) -> None:
+def _forms(
+    systems: str, *, folder: Path, results: Path, docs: Path | None, report_only: bool
+) -> None:
     from rich.console import Console
 
     from asymcheck.planning.strategies import strategies
-    from asymcheck_lab.bench import newest_session
+    from asymcheck_lab.bench_report import write_into
     from asymcheck_lab.compare import chosen_names
-    from asymcheck_lab.compare_forms import FormOptions, all_hold, read_forms, run_forms, show
+    from asymcheck_lab.compare_forms import (
+        FormOptions,
+        all_hold,
+        newest_of_each,
+        read_forms,
+        render,
+        run_forms,
+        show,
+    )
 
     names = chosen_names(systems, strategies)
     options = FormOptions(names=names, folder=folder, results=results)
     if report_only:
-        records = newest_session(read_forms(results))
+        records = newest_of_each(options, read_forms(results))
     else:
         records = run_forms(options, lambda line: typer.echo(line, err=True))
     show(Console(), records)
+    if docs is not None:
+        name, every = "closed forms", FormOptions(folder=folder, results=results)
+        text = render(newest_of_each(every, read_forms(results)))
+        write_into(docs, text, f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
     if not all_hold(records):
         raise typer.Exit(1)
 

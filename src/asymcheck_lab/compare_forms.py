@@ -2,8 +2,9 @@
 
 Each strategy of the library is measured twice (``compare_forms_run``): so often that it waits for
 its earlier checkpoints, and so seldom that it does not. What ``planning.closed_forms`` makes of
-the same times stands beside it. Nothing is fitted: rates are those of the store and of a copy
-that was measured alone, and what encoding took and left is what the library reports.
+the same times stands beside it. Nothing is fitted: rates are those of the store, and of a copy
+and a commit that were measured alone; what encoding took and left, and how long the library is
+busy with a checkpoint that is durable already, is what it reports of each one.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from asymcheck.errors import nearest
-from asymcheck.planning.closed_forms import Mechanism, Steady, Work, how_long, steady_state
+from asymcheck.planning.adaptive import Adaptive
+from asymcheck.planning.closed_forms import Mechanism, Steady, Work, average_state
 from asymcheck.planning.layout import CHUNK_BYTES
 from asymcheck.planning.strategies import Strategy, resolve, strategies
 from asymcheck_lab.bench import append_record, describe_session, prepare, read_records
 from asymcheck_lab.bench_child import measure_in_child, run_root
-from asymcheck_lab.errors import RunError, UsageError
+from asymcheck_lab.errors import DataError, RunError, UsageError
+from asymcheck_lab.record import measured_when
 
 TOLERANCE = 0.15
 FLOOR = 0.1
@@ -51,7 +55,7 @@ class FormSpec:
     checkpoints: int
     window_s: float = 0.1
     state_bytes: int = 32 * _MB
-    bytes_per_s: float = 24e6
+    bytes_per_s: float = 32e6
     cores: tuple[int, ...] = ()
     folder: str = ""
 
@@ -96,10 +100,15 @@ class FormOptions:
 
 
 def cases(options: FormOptions) -> Iterator[FormSpec]:
-    """Every measurement; without cores and folder."""
+    """Every measurement; without cores and folder.
+
+    Where checkpoints that wait for each other differ, all from one key-frame to the next count.
+    """
     for name in options.names:
-        yield FormSpec(strategy=name, every=1, checkpoints=6)
-        yield FormSpec(strategy=name, every=16, checkpoints=3)
+        selection = strategies[name].selection
+        waiting = selection.key_every if selection.needs_base else 6
+        yield FormSpec(strategy=name, every=1, checkpoints=waiting)
+        yield FormSpec(strategy=name, every=12, checkpoints=3)
 
 
 def run_forms(options: FormOptions, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -152,6 +161,20 @@ def read_forms(path: Path) -> list[dict[str, Any]]:
     return read_records(path, known)
 
 
+def newest_of_each(options: FormOptions, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The latest record of each case that is measured today, in their order.
+
+    One that knows of no single checkpoint is from before the forms did, and left out.
+    """
+    found = {
+        (record["strategy"], record["every"]): record
+        for record in records
+        if "saves" in record or "error" in record
+    }
+    wanted = [(spec.strategy, spec.every) for spec in cases(options)]
+    return [found[case] for case in wanted if case in found]
+
+
 # --- the closed forms -------------------------------------------------------
 
 
@@ -166,26 +189,32 @@ _CAPTURES: Mapping[str, Sequence[Capture]] = {
 """What the closed forms call a strategy's capture; of several it takes the cheaper."""
 
 
-def mechanisms_of(strategy: Strategy, raw_bytes: float) -> list[Mechanism]:
+def mechanisms_of(strategy: Strategy, record: Mapping[str, Any]) -> list[Mechanism]:
     """What the closed forms call a strategy; several where it chooses by measuring.
 
-    An image is handed on as a whole, in one piece: its copy is over before any of it is encoded.
-    Through a ring that is smaller than the image it goes chunk by chunk.
+    A chunk is encoded as soon as it is copied, and written as soon as it is encoded. A slot that
+    holds the newest whole checkpoint in memory is none that another could be captured into.
+    Adaptive plans look for the end of a copy at each window, the others at the fence or late
+    enough: their copies take all windows, or there are none.
 
     Args:
         strategy: How it is done.
-        raw_bytes: Of its images.
+        record: Of a measurement.
 
     Raises:
         OptionError: The forms know no ring that is so small, or holds back a copy of that kind.
     """
+    raw_bytes = record["raw_bytes"]
     ring_pieces = _ring_of(strategy, raw_bytes)
+    at_fence = strategy.persist == "behind" and not isinstance(strategy.partitioner, Adaptive)
+    held = 0 if strategy.placement.durable is None else 1
     return [
         Mechanism(
             capture=capture,
             persist=strategy.persist,
-            max_in_flight=strategy.admission.max_in_flight,
-            pieces=1 if ring_pieces is None else math.ceil(raw_bytes / CHUNK_BYTES),
+            sealed="fence" if at_fence and capture == "lazy" else "copied",
+            max_in_flight=strategy.admission.max_in_flight - held,
+            pieces=record["chunks"] if ring_pieces is None else math.ceil(raw_bytes / CHUNK_BYTES),
             ring_pieces=ring_pieces,
         )
         for capture in _CAPTURES[strategy.capture]
@@ -198,39 +227,45 @@ def _ring_of(strategy: Strategy, raw_bytes: float) -> int | None:
     return None if ring_bytes is None or ring_bytes >= raw_bytes else ring_bytes // CHUNK_BYTES
 
 
-def work_of(strategy: Strategy, record: Mapping[str, Any]) -> Work:
-    """Times of a measurement where nothing else is done, as the closed forms want them.
+def work_of(strategy: Strategy, record: Mapping[str, Any], save: Mapping[str, float]) -> Work:
+    """Times of one checkpoint where nothing else is done, as the closed forms want them.
 
     A blocking copy takes what a plain copy takes; a lazy one what its plan makes of it, but through
-    a ring, where the library's figure holds the waits for room that are to be found. While a
-    batch is written the next is encoded, but for square-root batches: those of a few megabytes
-    hold all chunks, and are written when all is encoded. So encoding and writing are one stage.
+    a ring, where the library's figure holds the waits for room that are to be found.
+
+    Args:
+        strategy: How it was done.
+        record: Of the measurement.
+        save: What the library reports of the checkpoint.
     """
     plain_s: float = record["copy_s"]
-    as_plain = strategy.capture == "blocking" or _ring_of(strategy, record["raw_bytes"]) is not None
-    stages = Work(
+    ring = _ring_of(strategy, record["raw_bytes"]) is not None
+    stored = save["stored_bytes"] > 0
+    return Work(
         step_s=record["step_s"],
         window_s=min(record["window_s"], record["step_s"]),
-        copy_s=0.0,
-        write_s=record["stored_bytes"] / record["bytes_per_s"],
-        encode_s=record["encode_s"],
-    )
-    pieces = 1 if strategy.batching == "square-root" else max(1, record["batches"])
-    return replace(
-        stages,
-        copy_s=plain_s if as_plain else record["library_copy_s"],
-        write_s=how_long(stages, Mechanism(pieces=pieces)),
-        encode_s=0.0,
+        copy_s=plain_s if ring or strategy.capture == "blocking" else save["copy_s"],
+        write_s=save["stored_bytes"] / record["bytes_per_s"],
+        encode_s=save["encode_s"],
         device_s=plain_s,  # without a device both are copies in memory
+        commit_s=record["commit_s"] if stored and not ring else 0.0,
+        release_s=0.0 if ring else save["release_s"],
     )
 
 
 def predicted(record: Mapping[str, Any]) -> Steady:
-    """What the closed form makes of a measurement's times."""
+    """What the closed form makes of a measurement's times.
+
+    Of several in flight the forms want all alike: there the mean checkpoint stands for each.
+    """
     strategy = resolve(record["strategy"])
-    work = work_of(strategy, record)
-    hows = mechanisms_of(strategy, record["raw_bytes"])
-    found = [steady_state(work, how, record["every"]) for how in hows]
+    found = []
+    for how in mechanisms_of(strategy, record):
+        saves = record["saves"]
+        if how.max_in_flight > 1:
+            saves = [{key: fmean(save[key] for save in saves) for key in saves[0]}]
+        works = [work_of(strategy, record, save) for save in saves]
+        found.append(average_state(works, how, record["every"]))
     return min(found, key=lambda steady: steady.stall_s)
 
 
@@ -305,6 +340,34 @@ def show(console: Console, records: Sequence[Mapping[str, Any]]) -> None:
     for row in rows_of(records):
         table.add_row(*row)
     console.print(table)
+
+
+def render(records: Sequence[Mapping[str, Any]]) -> str:
+    """The same as Markdown, with where and how it was measured.
+
+    Raises:
+        DataError: There is none.
+    """
+    if not records:
+        raise DataError("closed forms", expected="records of a measurement", found="none")
+    sessions = {record["session"]: record for record in records}
+    lines = [
+        f"{measured_when(one['session'], one['commit'])}, with `{one['command']}`, on "
+        f"{one['machine']['cpu']}, {one['machine']['cores_used']} cores: a step with a window of "
+        f"{1000 * one['window_s']:.0f} ms, {one['state_bytes'] / _MB:.0f} MB of state, a store of "
+        f"{one['bytes_per_s'] / _MB:.0f} MB/s."
+        for one in sessions.values()
+    ]
+    good = sum(all_hold([record]) for record in records)
+    lines += [
+        "",
+        f"Measured / closed form (ratio); {good} of {len(records)} hold.",
+        "",
+        "| " + " | ".join(HEADS) + " |",
+        "| --- |" + " ---: |" * (len(HEADS) - 2) + " --- |",
+        *("| " + " | ".join(row) + " |" for row in rows_of(records)),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def all_hold(records: Sequence[Mapping[str, Any]]) -> bool:

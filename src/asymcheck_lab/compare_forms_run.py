@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -19,8 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asymcheck import Checkpointer
 from asymcheck.handles import Handle
+from asymcheck.planning.layout import CHUNK_BYTES, SMALL_BYTES, KiB
 from asymcheck.planning.strategies import Strategy, resolve
 from asymcheck.planning.variants import TRIES
+from asymcheck.storage.store import open_store, write_whole
 from asymcheck_lab.compare_forms import FormSpec
 from asymcheck_lab.engine_run import Synthetic
 from asymcheck_lab.errors import RunError
@@ -31,6 +34,7 @@ _PLAIN = 8
 _SETTLED = 3
 """Checkpoints before the counted ones, beside those that may be in flight."""
 _LIMIT_S = 120.0
+_COMMITS, _SMALL_OBJECT_BYTES = 9, 16 * KiB
 _NEVER = 1 << 40
 """Steps between two saves that nobody asks for."""
 
@@ -41,11 +45,11 @@ class _Save:
     went_on_s: float
     handle: Handle
     stall_s: float
-    durable_s: float = 0.0
+    released_s: float = 0.0
 
     def note(self, _: object) -> None:
-        """It is durable now."""
-        self.durable_s = perf_counter()
+        """Its slot is free now, or stays with what is in memory alone."""
+        self.released_s = perf_counter()
 
 
 class _Loop:
@@ -110,6 +114,7 @@ def measure(spec: FormSpec) -> dict[str, Any]:
     strategy = resolve(spec.strategy)
     plain_s = _plain_step_s(model, optimizer)
     copy_s = _copy_s(model, optimizer)
+    commit_s = _commit_s(spec)
     loop = _Loop(model, optimizer, strategy, spec.root)
     settled = _SETTLED + strategy.admission.max_in_flight
     settled += 2 * TRIES if strategy.capture == "profiled" else 0
@@ -120,10 +125,13 @@ def measure(spec: FormSpec) -> dict[str, Any]:
         loop.step(save=number % spec.every == 0)
     period_s = (perf_counter() - begin_s) / spec.checkpoints
     loop.checkpointer.close()
+    chunks = [-(-t.nbytes // CHUNK_BYTES) for t in _tensors(model, optimizer)]
     return _found(loop.saves[settled:], period_s) | {
+        "chunks": max(1, sum(chunks)),
         "step_s": plain_s,
         "window_s": median(loop.windows_s),
         "copy_s": copy_s,
+        "commit_s": commit_s,
         "period_s": period_s,
     }
 
@@ -132,22 +140,32 @@ def _found(saves: list[_Save], period_s: float) -> dict[str, Any]:
     count = len(saves)
     reports = [save.handle.durable.result(_LIMIT_S) for save in saves]
     until_s = perf_counter() + _LIMIT_S
-    while not all(save.durable_s for save in saves):  # callbacks run a moment after the result
+    while not all(save.released_s for save in saves):  # callbacks run a moment after the result
         if perf_counter() > until_s:
-            raise RunError(f"not every checkpoint was seen to be durable after {_LIMIT_S:.0f} s")
+            raise RunError(f"not every checkpoint was released after {_LIMIT_S:.0f} s")
         sleep(0.001)
-    under_way_s = sum(max(0.0, save.durable_s - save.went_on_s) for save in saves) / count
+    durable_s = [save.begin_s + r.durable_s for save, r in zip(saves, reports, strict=True)]
+    under_way_s = sum(
+        max(0.0, end_s - save.went_on_s) for save, end_s in zip(saves, durable_s, strict=True)
+    )
     return {
         "stall_s": sum(save.stall_s for save in saves) / count,
-        "durable_s": sum(save.durable_s - save.begin_s for save in saves) / count,
-        "in_flight": under_way_s / period_s,
+        "durable_s": sum(r.durable_s for r in reports) / count,
+        "in_flight": under_way_s / count / period_s,
         "raw_bytes": reports[-1].raw_bytes,
-        "stored_bytes": sum(r.stored_bytes for r in reports) // count,
-        "encode_s": sum(r.encode_s for r in reports) / count,
-        "write_s": sum(r.write_s for r in reports) / count,
-        "library_copy_s": sum(r.copy_s for r in reports) / count,
         "batches": max(r.batches for r in reports),
         "eager_bytes": reports[-1].eager_bytes,
+        "saves": [
+            {
+                "stored_bytes": r.stored_bytes,
+                "copy_s": r.copy_s,
+                # Not ``encode_s``: that holds waits for the copy.
+                "encode_s": sum(group.cpu_s for group in r.groups),
+                "write_s": r.write_s,
+                "release_s": max(0.0, save.released_s - end_s),
+            }
+            for save, r, end_s in zip(saves, reports, durable_s, strict=True)
+        ],
     }
 
 
@@ -161,11 +179,17 @@ def _plain_step_s(model: Synthetic, optimizer: torch.optim.Optimizer) -> float:
     return median(seconds[2:])
 
 
-def _copy_s(model: Synthetic, optimizer: torch.optim.Optimizer) -> float:
-    """Of the whole state into memory that was used before."""
+def _tensors(model: Synthetic, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters and their two moments, those that are chunks of their own."""
     tensors = [p.detach() for p in model.parameters()]
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.nbytes >= SMALL_BYTES]
+
+
+def _copy_s(model: Synthetic, optimizer: torch.optim.Optimizer) -> float:
+    """Of the whole state into memory that was used before."""
+    tensors = _tensors(model, optimizer)
     copies = [torch.zeros_like(tensor) for tensor in tensors]
     seconds = []
     for _ in range(5):
@@ -173,6 +197,20 @@ def _copy_s(model: Synthetic, optimizer: torch.optim.Optimizer) -> float:
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor)
         seconds.append(perf_counter() - begin_s)
+    return median(seconds)
+
+
+def _commit_s(spec: FormSpec) -> float:
+    """Of making three small objects durable: so many make a checkpoint, pack, index, manifest."""
+    with tempfile.TemporaryDirectory(dir=Path(spec.folder).parent) as folder:
+        store = open_store(replace(spec, folder=folder).root)
+        store.prepare()
+        seconds = []
+        for number in range(_COMMITS):
+            begin_s = perf_counter()
+            for part in range(3):
+                write_whole(store, f"step-{number}/{part}", [bytes(_SMALL_OBJECT_BYTES)])
+            seconds.append(perf_counter() - begin_s)
     return median(seconds)
 
 

@@ -12,6 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Literal
 
@@ -32,16 +33,20 @@ class Save:
         went_on_s: Training went on.
         fence_s: How long the next update waited for it.
         durable_s: It was durable; 0 as long as it is not.
+        is_sealed: It is known to be whole.
         left: Pieces to write.
+        work: What there is to do for it.
         served_s: When a piece of it was written last.
     """
 
     boundary_s: float
     began_s: float
     left: int
+    work: Work
     went_on_s: float = 0.0
     fence_s: float = 0.0
     durable_s: float = 0.0
+    is_sealed: bool = False
     served_s: float = 0.0
 
 
@@ -49,7 +54,8 @@ class Timeline:
     """A training from its first step.
 
     Args:
-        work: What there is to do.
+        works: What there is to do for a checkpoint, one after the other by turns; steps and windows
+            are those of the first.
         how: The mechanism.
         interval_steps: Steps from one save to the next.
         order: Of writing: pieces of the oldest checkpoint first, or in turn (``shared``), as
@@ -58,12 +64,13 @@ class Timeline:
 
     def __init__(
         self,
-        work: Work,
+        works: Work | Sequence[Work],
         how: Mechanism,
         interval_steps: int,
         order: Literal["oldest", "shared"] = "oldest",
     ) -> None:
-        self.work, self.how, self.interval_steps, self.order = work, how, interval_steps, order
+        self.works = [works] if isinstance(works, Work) else list(works)
+        self.how, self.interval_steps, self.order = how, interval_steps, order
         self.saves: list[Save] = []
         self._now_s: float = 0  # an integer, so that fractions stay exact
         self._in_flight = 0
@@ -99,22 +106,24 @@ class Timeline:
         return self.saves[:saves]
 
     def _train(self) -> _Process:
-        work, how = self.work, self.how
+        work, how = self.works[0], self.how
         for step in itertools.count(1):
             yield work.window_s
             if how.capture == "lazy" and self._to_copy:
                 start_s = self._now_s
                 yield lambda: not self._to_copy
                 self.saves[-1].fence_s = self._now_s - start_s
+            if self.saves:
+                self.saves[-1].is_sealed = True
             yield work.step_s - work.window_s
             if step % self.interval_steps == 0:
                 yield from self._save()
 
     def _save(self) -> _Process:
-        work, how = self.work, self.how
+        how, work = self.how, self.works[len(self.saves) % len(self.works)]
         boundary_s = self._now_s
         yield lambda: self._in_flight < how.max_in_flight
-        save = Save(boundary_s, self._now_s, how.pieces)
+        save = Save(boundary_s, self._now_s, how.pieces, work)
         self._in_flight += 1
         self.saves.append(save)
         if how.capture == "blocking":
@@ -133,7 +142,7 @@ class Timeline:
         while True:
             yield lambda: bool(self._to_copy) and (room is None or self._in_ring < room)
             self._in_ring += 1
-            yield self.work.copy_s / self.how.pieces
+            yield self._to_copy[0].work.copy_s / self.how.pieces
             # Not before: the fence waits until the last one is copied.
             self._to_encode.append(self._to_copy.popleft())
 
@@ -141,7 +150,7 @@ class Timeline:
         while True:
             yield lambda: bool(self._to_encode)
             save = self._to_encode.popleft()
-            yield self.work.encode_s / self.how.pieces
+            yield save.work.encode_s / self.how.pieces
             self._to_write.append(save)
 
     def _write(self) -> _Process:
@@ -151,12 +160,16 @@ class Timeline:
             if self.order == "shared":
                 save = min(self._to_write, key=lambda one: one.served_s)
             self._to_write.remove(save)
-            yield self.work.write_s / self.how.pieces
+            yield save.work.write_s / self.how.pieces
             save.served_s = self._now_s
             self._in_ring -= 1
             save.left -= 1
             if not save.left:
+                if self.how.sealed == "fence":
+                    yield partial(getattr, save, "is_sealed")
+                yield save.work.commit_s
                 save.durable_s = self._now_s
+                yield save.work.release_s
                 self._in_flight -= 1
 
 

@@ -14,6 +14,7 @@ from asymcheck.planning.closed_forms import (
     Mechanism,
     Steady,
     Work,
+    average_state,
     how_long,
     least_interval_steps,
     steady_state,
@@ -32,12 +33,20 @@ works = st.builds(
     write_s=st.integers(0, 60),
     encode_s=st.sampled_from([0, 0, 7, 31]),
     device_s=st.integers(0, 3),
+    commit_s=st.sampled_from([0, 0, 1, 5]),
+    release_s=st.sampled_from([0, 0, 2, 9]),
 )
 mechanisms = st.one_of(
     st.builds(
         Mechanism,
         capture=st.sampled_from(["blocking", "lazy", "device"]),
         persist=st.sampled_from(["behind", "behind", "before"]),
+        max_in_flight=st.integers(1, 4),
+        pieces=st.integers(1, 6),
+    ),
+    st.builds(
+        Mechanism,
+        sealed=st.just("fence"),
         max_in_flight=st.integers(1, 4),
         pieces=st.integers(1, 6),
     ),
@@ -51,8 +60,8 @@ mechanisms = st.one_of(
 intervals = st.integers(1, 12)
 
 
-def played(work: Work, how: Mechanism, k: int, order: str = "oldest") -> Steady:
-    return average(Timeline(work, how, k, order).run(SETTLED + COUNTED + 1)[SETTLED:])
+def played(works: Work | list[Work], how: Mechanism, k: int, order: str = "oldest") -> Steady:
+    return average(Timeline(works, how, k, order).run(SETTLED + COUNTED + 1)[SETTLED:])
 
 
 def is_settled(work: Work, how: Mechanism, k: int) -> bool:
@@ -62,13 +71,19 @@ def is_settled(work: Work, how: Mechanism, k: int) -> bool:
     bounds = sorted(
         [
             alone,
-            work.write_s,
+            work.write_s + work.commit_s + work.release_s,
             work.encode_s,
             work.copy_s,
-            how_long(work, how) / how.max_in_flight,
+            (how_long(work, how) + work.release_s) / how.max_in_flight,
         ]
     )
+    if how.ring_pieces is not None and 1.05 * bounds[-2] > bounds[-1]:
+        return False  # a ring that is as full as it may be holds back a little more
     return bounds[-1] == alone or bounds[-1] > 1.05 * alone
+
+
+def as_a_ring_has_it(work: Work, how: Mechanism) -> Work:
+    return work if how.ring_pieces is None else replace(work, commit_s=0, release_s=0)
 
 
 @settings(max_examples=150, deadline=None)
@@ -76,14 +91,33 @@ def is_settled(work: Work, how: Mechanism, k: int) -> bool:
 def test_stall_latency_and_period_are_those_of_a_training_that_is_played(
     work: Work, how: Mechanism, k: int
 ) -> None:
+    work = as_a_ring_has_it(work, how)
     assume(is_settled(work, how, k))
     assume(how.max_in_flight < 50 or how.pieces > how.ring_pieces)  # else too many to wait for
     found, seen = steady_state(work, how, k), played(work, how, k)
     assert seen.period_s == pytest.approx(found.period_s, rel=1e-9)
     assert seen.stall_s == pytest.approx(found.stall_s, rel=1e-9, abs=1e-9 * found.period_s)
     assert seen.durable_s == pytest.approx(found.durable_s, rel=1e-9)
-    if how.ring_pieces is None:
+    # A ring is waited for at the fence, and a writer behind the boundary where that waits for it.
+    if how.ring_pieces is None and how.persist == "behind":
         assert seen == pytest.approx(found, rel=1e-9, abs=1e-9 * found.period_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.tuples(st.integers(0, 12), st.integers(1, 4)),
+    st.lists(works, min_size=1, max_size=4),
+    mechanisms.filter(lambda how: how.ring_pieces is None),
+    intervals,
+)
+def test_checkpoints_that_differ_cost_on_average_what_those_of_each_kind_do(
+    step: tuple[int, int], several: list[Work], how: Mechanism, k: int
+) -> None:
+    several = [replace(w, step_s=sum(step), window_s=step[0]) for w in several]
+    how = replace(how, max_in_flight=1)
+    seen = played(several * (COUNTED // len(several)), how, k)
+    found = average_state(several, how, k)
+    assert seen == pytest.approx(found, rel=1e-9, abs=1e-9 * found.period_s)
 
 
 @settings(max_examples=40, deadline=None)
@@ -107,6 +141,7 @@ def test_writers_that_share_the_store_change_neither_stall_nor_mean_latency(
 def test_the_least_interval_is_the_fewest_steps_that_wait_for_nothing(
     work: Work, how: Mechanism
 ) -> None:
+    work = as_a_ring_has_it(work, how)
     k = least_interval_steps(work, how)
     assert steady_state(work, how, k).wait_s <= 1e-9
     if k > 1:
@@ -161,6 +196,37 @@ def test_concurrent_checkpoints_of_one_store_take_as_long_as_pccheck_says(
         assert how_long(work, how) == pytest.approx(max(d, w), abs=1e-3 * (d + w))
 
 
+def test_a_copy_that_is_sealed_at_the_fence_is_durable_no_sooner() -> None:
+    work = Work(step_s=10.0, window_s=8.0, copy_s=1.0, write_s=0.0)
+    assert steady_state(work, Mechanism(), 1).durable_s == 1.0
+    found = steady_state(work, Mechanism(sealed="fence"), 1)
+    assert (found.stall_s, found.durable_s) == (0.0, 8.0)
+    committed = replace(work, commit_s=0.5)
+    assert steady_state(committed, Mechanism(sealed="fence"), 1).durable_s == 8.5
+    longer = replace(work, copy_s=9.0)
+    assert steady_state(longer, Mechanism(sealed="fence"), 1).durable_s == 9.0
+
+
+def test_a_slot_is_waited_for_until_it_is_released() -> None:
+    work = Work(step_s=10.0, window_s=8.0, copy_s=0.0, write_s=7.0, release_s=5.0)
+    found = steady_state(work, Mechanism(), 1)
+    assert (found.wait_s, found.durable_s, found.period_s) == (2.0, 7.0 + 2.0, 12.0)
+    # A writer that is not released either, so another slot does not help.
+    assert steady_state(work, Mechanism(max_in_flight=2), 1).period_s == 12.0
+
+
+def test_only_one_in_flight_may_differ_from_the_one_before() -> None:
+    one = Work(step_s=10.0, window_s=8.0, copy_s=0.0, write_s=7.0)
+    other = replace(one, write_s=30.0)
+    found = average_state([one, other], Mechanism(), 1)
+    assert (found.wait_s, found.durable_s) == (10.0, (7.0 + 30.0) / 2 + 10.0)
+    two = Mechanism(max_in_flight=2)
+    assert average_state([one, one], two, 1) == steady_state(one, two, 1)
+    for works in ([], [one, other]):
+        with pytest.raises(OptionError, match=f"in flight, found {len(works)} different ones"):
+            average_state(works, two, 1)
+
+
 def test_a_lazy_copy_that_fits_its_window_stalls_nothing() -> None:
     work = Work(step_s=10.0, window_s=8.0, copy_s=8.0, write_s=20.0)
     for how in (Mechanism(), Mechanism(pieces=8), Mechanism(max_in_flight=2, pieces=8)):
@@ -188,6 +254,8 @@ def test_a_timeline_is_exact_with_fractions() -> None:
         copy_s=third * 5,
         write_s=third * 10,
         encode_s=third * 0,
+        commit_s=third * 0,
+        release_s=third * 0,
     )
     saves = Timeline(work, Mechanism(pieces=5), 2).run(4)
     # Copied 5 of 3, so 2 at the fence; written one piece after it: 11 of 8 + 2, so 1 for the slot.
@@ -208,6 +276,15 @@ def test_a_timeline_is_exact_with_fractions() -> None:
         (lambda: Work(step_s=1, window_s=1, copy_s=0, write_s=float("nan")), "write_s: .* nan"),
         (lambda: Mechanism(pieces=0), "pieces: expected an integer from 1 on, found 0"),
         (lambda: Mechanism(max_in_flight=1.5), "max_in_flight: expected an integer"),
+        (lambda: Mechanism(capture="blocking", sealed="fence"), "sealed: .* 'fence' with blocking"),
+        (
+            lambda: steady_state(
+                Work(step_s=1, window_s=1, copy_s=0, write_s=0, release_s=1),
+                Mechanism(ring_pieces=3),
+                1,
+            ),
+            "release_s: expected 0 with a ring, found 0.0 and 1",
+        ),
         (lambda: Mechanism(ring_pieces=2), "ring_pieces: expected at least 3"),
         (lambda: Mechanism(capture="device", ring_pieces=5), "ring_pieces: .* and device"),
     ],

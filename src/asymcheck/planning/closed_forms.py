@@ -10,6 +10,7 @@ through event by event. Formulas and their derivation: docs/cadence.md.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -29,6 +30,9 @@ class Work:
         write_s: Writing what is stored of it, W = S_out / B_st, by all writers together.
         encode_s: Encoding it, C.
         device_s: Copying it within the device, G = S / B_hbm.
+        commit_s: Syncing it and saying that it is there, K: once, when all is written and sealed.
+        release_s: From when it is durable until its writer and its slot are free, F: retention,
+            and what is measured for the next one.
     """
 
     step_s: float
@@ -37,9 +41,12 @@ class Work:
     write_s: float
     encode_s: float = 0.0
     device_s: float = 0.0
+    commit_s: float = 0.0
+    release_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("copy_s", "write_s", "encode_s", "device_s"):
+        names = ("copy_s", "write_s", "encode_s", "device_s", "commit_s", "release_s")
+        for name in names:
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise OptionError(f"{name}: expected seconds from 0, found {getattr(self, name)!r}")
         if not 0.0 <= self.window_s <= self.step_s or not 0.0 < self.step_s < math.inf:
@@ -58,6 +65,9 @@ class Mechanism:
             window, and the update waits for it; ``device`` copies within the device before
             training goes on, and to the host at any time.
         persist: ``before`` has training wait until the checkpoint is durable.
+        sealed: When it is known that the copy is whole; nothing is durable before: as soon as it
+            is ``copied``, or at the ``fence`` of the next update. The latter only of a lazy
+            capture that training does not wait for.
         max_in_flight: N, checkpoints that have begun and are not durable.
         pieces: m, equal ones. A piece that was copied is encoded and written while the next is
             copied; 1 is one stage after the other.
@@ -67,6 +77,7 @@ class Mechanism:
 
     capture: Literal["blocking", "lazy", "device"] = "lazy"
     persist: Literal["behind", "before"] = "behind"
+    sealed: Literal["copied", "fence"] = "copied"
     max_in_flight: int = 1
     pieces: int = 1
     ring_pieces: int | None = None
@@ -81,6 +92,11 @@ class Mechanism:
             raise OptionError(
                 f"ring_pieces: expected at least 3, one for each stage, and a lazy capture, found "
                 f"{self.ring_pieces} and {self.capture}"
+            )
+        if self.sealed == "fence" and (self.capture, self.persist) != ("lazy", "behind"):
+            raise OptionError(
+                f"sealed: expected 'copied' where no fence follows, found 'fence' with "
+                f"{self.capture} and {self.persist}"
             )
 
 
@@ -109,7 +125,16 @@ class Steady(NamedTuple):
 
 
 def steady_state(work: Work, how: Mechanism, interval_steps: int) -> Steady:
-    """What each checkpoint costs in the long run, with one every ``interval_steps``."""
+    """What each checkpoint costs in the long run, with one every ``interval_steps``.
+
+    Raises:
+        OptionError: A ring whose writer is not free at once: that has no form here.
+    """
+    if how.ring_pieces is not None and work.commit_s + work.release_s:
+        raise OptionError(
+            f"commit_s, release_s: expected 0 with a ring, found {work.commit_s!r} and "
+            f"{work.release_s!r}"
+        )
     own_s = how_long(work, how)
     boundary_s, fence_s = _stalls_s(work, how)
     work_s = interval_steps * work.step_s
@@ -119,7 +144,9 @@ def steady_state(work: Work, how: Mechanism, interval_steps: int) -> Steady:
     latency_s = own_s
     if wait_s > _ROUNDING * period_s:
         # A slot is waited for at the boundary, where the state already is what is saved.
-        latency_s = how.max_in_flight * period_s + wait_s
+        latency_s = own_s + wait_s
+        if how.persist == "behind":
+            latency_s = how.max_in_flight * period_s - work.release_s + wait_s
         longest_s = _bottleneck_s(work)
         if how.ring_pieces is not None and period_s <= longest_s * (1.0 + _ROUNDING):
             # That stage never rests, so its pieces are evenly spaced; a full ring is waited for at
@@ -128,6 +155,29 @@ def steady_state(work: Work, how: Mechanism, interval_steps: int) -> Steady:
             full_s = at_fence_s + (how.ring_pieces * longest_s - work.copy_s) / how.pieces
             latency_s = min(latency_s, full_s)
     return Steady(boundary_s, fence_s, wait_s, latency_s, period_s)
+
+
+def average_state(works: Sequence[Work], how: Mechanism, interval_steps: int) -> Steady:
+    """What one of several checkpoints costs on average that differ and come by turns.
+
+    With one in flight a checkpoint waits for nothing but the one before, so each adds what it
+    costs among its own kind: exact however they differ.
+
+    Args:
+        works: Of each in turn; of the same training, so steps and windows are the same.
+        how: The mechanism.
+        interval_steps: Steps from one checkpoint to the next.
+
+    Raises:
+        OptionError: They differ and several are in flight, or there is none.
+    """
+    if not works or (how.max_in_flight > 1 and len(set(works)) > 1):
+        raise OptionError(
+            f"works: expected at least one, and all the same with {how.max_in_flight} in flight, "
+            f"found {len(set(works))} different ones"
+        )
+    found = [steady_state(work, how, interval_steps) for work in works]
+    return Steady(*(math.fsum(field) / len(found) for field in zip(*found, strict=True)))
 
 
 def least_interval_steps(work: Work, how: Mechanism) -> int:
@@ -146,7 +196,9 @@ def how_long(work: Work, how: Mechanism) -> float:
         before_s = stages.pop(0)
     elif how.capture == "device":
         before_s = work.device_s
-    return before_s + math.fsum(stages) / m + (m - 1) / m * max(stages)
+    written_s = before_s + math.fsum(stages) / m + (m - 1) / m * max(stages)
+    sealed_s = work.window_s + _stalls_s(work, how)[1] if how.sealed == "fence" else 0.0
+    return max(written_s, sealed_s) + work.commit_s
 
 
 def _stalls_s(work: Work, how: Mechanism) -> tuple[float, float]:
@@ -168,8 +220,9 @@ def _stalls_s(work: Work, how: Mechanism) -> tuple[float, float]:
 
 def _least_period_s(work: Work, how: Mechanism) -> float:
     """What stages and slots allow, whatever training does."""
-    return max(_bottleneck_s(work), how_long(work, how) / how.max_in_flight)
+    slot_s = how_long(work, how) + work.release_s
+    return max(_bottleneck_s(work), slot_s / how.max_in_flight)
 
 
 def _bottleneck_s(work: Work) -> float:
-    return max(work.copy_s, work.encode_s, work.write_s)
+    return max(work.copy_s, work.encode_s, work.write_s + work.commit_s + work.release_s)
