@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import warnings
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -146,6 +147,8 @@ class _Zero:
         from deepspeed.ops import __compatible_ops__ as extensions
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        # It calls collectives by names that torch is about to change, several times a step.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         # It would compile this one, for a minute, to speed up collectives on one host.
         extensions["deepspeed_shm_comm"] = False
         self.bare = model
