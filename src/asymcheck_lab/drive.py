@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import warnings
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
