@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from asymcheck_lab.bench_work import Workload
-from asymcheck_lab.fingerprint import fingerprint
+from asymcheck_lab.fingerprint import fingerprint, held, optimizer_entries
 from asymcheck_lab.rivals import RNG
 
 _SHOWN = 5
@@ -40,13 +40,15 @@ def differing(saved: Mapping[str, str], found: Mapping[str, str], omits: str) ->
 
 
 def tensors_of(work: Workload) -> dict[str, torch.Tensor]:
-    """Parameters and optimizer state as the fingerprint names them, each tensor once."""
-    found: dict[str, torch.Tensor] = {}
-    for name, parameter in work.model.named_parameters():
-        found[f"model/{name}"] = parameter.detach()
-        for key, value in work.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                found[f"optim/{name}/{key}"] = value.detach()
+    """Parameters and optimizer state as the fingerprint names them, each tensor once.
+
+    Of what is spread over ranks it is what this one holds. Masters that ZeRO-3 has beside its
+    parameters are left out: in fp32 they are the same numbers.
+    """
+    found = {f"model/{name}": held(p).detach() for name, p in work.model.named_parameters()}
+    for name, value in optimizer_entries(work.model, work.optimizer):
+        if isinstance(value, torch.Tensor) and not name.endswith("/values"):
+            found[name] = held(value).detach()
     return found
 
 
@@ -77,24 +79,26 @@ def compare_restored(
     """
     found = fingerprint_of(fresh)
     tensors, came = tensors_of(live), tensors_of(fresh)
-    held = {
+    there = {
         name
         for name in tensors.keys() & came.keys()
         if found[name] != blank.get(name) or found[name] == saved[name]
     }
     wrong = differing(saved, found, omits)
     if omits not in ("", RNG):  # only a part is saved: that part has to come back
-        wrong = [name for name in wrong if name in held]
+        wrong = [name for name in wrong if name in there]
     return {
-        "saved_bytes": sum(tensors[name].nbytes for name in held),
+        "saved_bytes": sum(tensors[name].nbytes for name in there),
         "bit_exact": not wrong,
-        "max_error": max((_error(tensors[n], came[n]) for n in held if n in wrong), default=0.0),
+        "max_error": max((_error(tensors[n], came[n]) for n in there if n in wrong), default=0.0),
         "differing": wrong[:_SHOWN],
     }
 
 
 def _error(saved: torch.Tensor, found: torch.Tensor) -> float:
     wanted, got = saved.double(), found.double()
+    if not wanted.numel():
+        return 0.0
     scale = float(wanted.abs().max()) or 1.0
     return float((wanted - got).abs().max()) / scale
 

@@ -110,7 +110,7 @@ class RunServer:
     Use it in a ``with``; blocks there until that one is ready, or has failed.
 
     Args:
-        workloads: Model and size of every run to come.
+        workloads: Model and size of every run to come, and how it is spread over ranks.
         folder: Gets the log of the process.
         timeout_s: How long it may take to get ready.
         module: What it runs.
@@ -118,7 +118,7 @@ class RunServer:
 
     def __init__(
         self,
-        workloads: Sequence[tuple[str, str]],
+        workloads: Sequence[tuple[str, str, str]],
         folder: Path,
         timeout_s: float = 300.0,
         module: str = "asymcheck_lab.bench_server",

@@ -45,6 +45,9 @@ class RunSpec:
             fresh model and optimizer, and compare.
         verify: Whether to load every checkpoint back and compare it with the state that was
             saved. Costs time in the middle of steps: such a run is not to be timed.
+        parallel: How the model is spread over ranks; ``none`` for one process.
+        ranks: How many there are.
+        rank: Which of them this is.
     """
 
     system: str
@@ -58,6 +61,9 @@ class RunSpec:
     bytes_per_s: float = 0.0
     check: bool = False
     verify: bool = False
+    parallel: str = "none"
+    ranks: int = 1
+    rank: int = 0
 
     @property
     def root(self) -> str:
@@ -192,6 +198,8 @@ def measure(spec: RunSpec, timed: Callable[[], None] = lambda: None) -> dict[str
     import torch
 
     torch.set_num_threads(1)
+    if spec.ranks > 1:
+        _join(spec)
     run = _Run(spec)
     measured = run.go()
     timed()
@@ -202,7 +210,17 @@ def measure(spec: RunSpec, timed: Callable[[], None] = lambda: None) -> dict[str
         measured["details"]["restore"] = checked.pop("restore", {})
         measured |= checked
     run.system.close()
+    if spec.ranks > 1:
+        torch.distributed.destroy_process_group()
     return measured
+
+
+def _join(spec: RunSpec) -> None:
+    import torch.distributed as dist
+
+    meeting = Path(spec.folder).with_name("rendezvous").resolve().as_uri()
+    os.environ["LOCAL_RANK"] = str(spec.rank)
+    dist.init_process_group("gloo", init_method=meeting, rank=spec.rank, world_size=spec.ranks)
 
 
 class _Run:
@@ -215,7 +233,7 @@ class _Run:
 
         self._spec = spec
         self._rival = RIVALS[spec.system]
-        self._workload = make_workload(spec.model, spec.size, _SEED)
+        self._workload = self._make(_SEED)
         self._watch = Watch()
         self._since_s = 0.0
         self._saved: dict[int, dict[str, str]] = {}
@@ -226,6 +244,16 @@ class _Run:
         self.system: System = self._rival.make(self._job(self._workload))
         self.system.start()
         register_optimizer_step_pre_hook(self._after_hooks)
+
+    def _make(self, seed: int) -> Workload:
+        return make_workload(self._spec.model, self._spec.size, seed, self._spec.parallel)
+
+    def _together(self) -> None:
+        """Wait until all ranks are here."""
+        if self._spec.ranks > 1:
+            import torch.distributed as dist
+
+            dist.barrier()
 
     def _job(self, workload: Workload) -> Job:
         from asymcheck_lab.rivals import Job
@@ -244,6 +272,7 @@ class _Run:
         for step in range(first - spec.warmup, first):
             self._step(step, step == first - 1, boundaries)
         system.drain()
+        self._together()
         cpu = CpuClock.now()
         begin_s = perf_counter()
         step_s = []
@@ -256,6 +285,7 @@ class _Run:
         system.drain()
         whole_s = perf_counter() - begin_s
         used = CpuClock.now().since(cpu)
+        self._together()
         warmed, *counted = [self._checkpoint(step, at_s) for step, at_s in boundaries.items()]
         return {
             "state_bytes": state_bytes(self._workload.model, self._workload.optimizer),
@@ -317,7 +347,7 @@ class _Run:
         for step, saved in self._saved.items():
             if step not in self.system.durable_s or not self._rival.is_exact:
                 continue
-            fresh = make_workload(self._spec.model, self._spec.size, _SEED + 1)
+            fresh = self._make(_SEED + 1)
             self.system.load(step, self._job(fresh))
             wrong = differing(saved, fingerprint_of(fresh), self._rival.omits)
             if self._rival.omits not in ("", RNG):  # what else differs is said there
@@ -356,9 +386,10 @@ class _Run:
         if step not in self.system.durable_s:
             raise RunError(f"step {step}: never became durable with {spec.system}")
         saved = fingerprint_of(self._workload)
-        fresh = make_workload(spec.model, spec.size, _SEED + 1)
+        fresh = self._make(_SEED + 1)
         blank = fingerprint_of(fresh)
         forget_cached(Path(spec.folder))
+        self._together()
         begin_s = perf_counter()
         self.system.load(step, self._job(fresh))
         restore_s = perf_counter() - begin_s

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from asymcheck_lab.bench_ranks import measure_ranks
 from asymcheck_lab.bench_run import RunSpec, measure
 from asymcheck_lab.errors import LabError, RunError
 
@@ -24,8 +25,10 @@ READY = "ready"
 
 
 def _measure(spec: RunSpec, out: Path) -> None:
-    measured = measure(spec, timed=timed_mark(out).touch)
-    out.write_text(json.dumps(measured), encoding="utf-8")
+    mark = timed_mark(out).touch
+    measured = measure_ranks(spec, out, mark) if spec.ranks > 1 else measure(spec, mark)
+    if measured is not None:
+        out.write_text(json.dumps(measured), encoding="utf-8")
 
 
 def timed_mark(out: Path) -> Path:
@@ -44,9 +47,9 @@ def _prepare(workloads: list[list[str]]) -> None:
 
     _ = asymcheck.Checkpointer
     torch.set_num_threads(1)
-    for model, size in workloads:
+    for workload in workloads:
         with suppress(LabError):  # the runs say it
-            prepare_workload(model, size)
+            prepare_workload(*workload)
     if len(os.listdir("/proc/self/task")) > 1:
         raise RunError("expected one thread before the first run, found more: it cannot be forked")
 

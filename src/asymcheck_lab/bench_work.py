@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from asymcheck.errors import nearest
 from asymcheck_lab.errors import RunError, UsageError
-from asymcheck_lab.presets import load_preset, sizes_of, task_of
+from asymcheck_lab.presets import DataSettings, Preset, load_preset, sizes_of, task_of
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
 
 GPT2_124M = "124m"
 """A size of GPT-2 beside the presets: its defaults, one window of 128 tokens a step."""
+
+_IMPORTED = {
+    "ddp": ("torch._dynamo",),  # which DDP imports
+    "fsdp2": ("torch.distributed.fsdp",),
+}
 
 
 class Workload(Protocol):
@@ -84,17 +91,21 @@ class Trained:
         model: Name of a model.
         size: One of its presets.
         seed: Of weights and order.
+        parallel: How it is spread over the ranks of the process group that there is.
 
     Raises:
         LabError: There is no such preset, or it does not fit into memory.
     """
 
-    def __init__(self, model: str, size: str, seed: int) -> None:
+    def __init__(self, model: str, size: str, seed: int, parallel: str = "none") -> None:
         from asymcheck_lab.recipe import Recipe, seed_everything
+        from asymcheck_lab.world import join
 
         task, data = _opened(model, size)
         seed_everything(seed)
-        self._recipe = Recipe(load_preset(model, size), task, data, seed=seed)
+        preset = _preset_of(model, size)
+        with join(parallel, "cpu") as world:
+            self._recipe = Recipe(preset, task, data, seed=seed, parallel=parallel, world=world)
         self.model = self._recipe.model
         self.optimizer: torch.optim.Optimizer = self._recipe.optimizer
 
@@ -113,23 +124,24 @@ class Trained:
         self._recipe.update()
 
 
-def make_workload(model: str, size: str, seed: int) -> Workload:
+def make_workload(model: str, size: str, seed: int, parallel: str = "none") -> Workload:
     """The workload of a run; sets every random number generator.
 
     Args:
         model: Name of a model, or nothing for the one of ``make bench``.
         size: Of the model.
         seed: Of weights and order.
+        parallel: How it is spread over the ranks of the process group that there is.
 
     Raises:
         LabError: There is no such model or size, or it does not fit into memory.
     """
-    if not model or (model, size) == ("gpt2", GPT2_124M):
+    if not model or ((model, size) == ("gpt2", GPT2_124M) and parallel == "none"):
         return Windows(size, seed)
-    return Trained(model, size, seed)
+    return Trained(model, size, seed, parallel)
 
 
-def prepare_workload(model: str, size: str) -> None:
+def prepare_workload(model: str, size: str, parallel: str = "none") -> None:
     """Import and read whatever the workload needs; makes no tensor and starts no thread.
 
     Raises:
@@ -137,11 +149,20 @@ def prepare_workload(model: str, size: str) -> None:
     """
     from asymcheck_lab.families import build, on_meta
 
-    if (model, size) == ("gpt2", GPT2_124M):
-        size = "tiny"  # the same classes
+    for module in _IMPORTED.get(parallel, ()):
+        importlib.import_module(module)
     task, _ = _opened(model, size)
     with on_meta():
-        build(load_preset(model, size), task)
+        build(_preset_of(model, size), task)
+
+
+def _preset_of(model: str, size: str) -> Preset:
+    """A preset; ``124m`` is GPT-2's ``base`` on bytes, with the window and batch of ``Windows``."""
+    if (model, size) != ("gpt2", GPT2_124M):
+        return load_preset(model, size)
+    base, made = load_preset("gpt2", "base"), size_of(size)
+    recipe = replace(base.recipe, batch=made.batch, learning_rate=made.learning_rate)
+    return replace(base, data=DataSettings(context=made.context), recipe=recipe)
 
 
 def sizes_to_compare(model: str) -> list[str]:
@@ -158,7 +179,7 @@ def _opened(model: str, size: str) -> tuple[str, Data]:
     from asymcheck_lab.sizes import refuse_what_cannot_fit
     from asymcheck_lab.tasks import open_data
 
-    preset, task = load_preset(model, size), task_of(model, None)
+    preset, task = _preset_of(model, size), task_of(model, None)
     refuse_what_cannot_fit(preset, task, checkpoints=True)
     return task, open_data(preset, task)
 

@@ -55,6 +55,16 @@ def add_bench(
                 "as disk,50MB/s [default: disk]"
             ),
         ] = None,
+        parallel: Annotated[
+            str | None,
+            typer.Option(
+                help="With --models: spread them over ranks by ddp, fsdp2 or zero3, commas between "
+                "[default: one process]"
+            ),
+        ] = None,
+        ranks: Annotated[
+            int | None, typer.Option(help="With --parallel: how many ranks [default: 2]")
+        ] = None,
         synthetic: Annotated[
             bool,
             typer.Option(
@@ -86,7 +96,8 @@ def add_bench(
             Path | None,
             typer.Option(
                 help="Gets a JSON line for each run [default: results/bench.jsonl; with --models "
-                "results/compare.jsonl, with --synthetic results/forms.jsonl; with --quick or "
+                "results/compare.jsonl, with --parallel results/compare-ranks.jsonl, with "
+                "--synthetic results/forms.jsonl; with --quick or "
                 "--verify below --dir]"
             ),
         ] = None,
@@ -104,9 +115,11 @@ def add_bench(
         with readable_errors():
             if docs is not None and (quick or verify):
                 raise UsageError("docs: expected none with --quick or --verify, found one")
-            for name, value in (("sizes", sizes), ("store", store)):
+            for name, value in (("sizes", sizes), ("store", store), ("parallel", parallel)):
                 if value is not None and models is None:
                     raise UsageError(f"{name}: expected --models with it, found none")
+            if ranks is not None and parallel is None:
+                raise UsageError("ranks: expected --parallel with it, found none")
             if models is not None and size is not None:
                 raise UsageError("size: expected --sizes with --models, found --size")
             trial = folder / "trial.jsonl" if quick or verify else None
@@ -128,14 +141,17 @@ def add_bench(
                 )
                 return
             if models is not None:
+                given |= {"ranks": ranks} if ranks is not None else {}
+                usual = "compare-ranks" if parallel else "compare"
                 _compare(
                     given,
                     models=models,
                     sizes=sizes or "tiny",
-                    systems=systems or "all",
+                    systems=systems,
                     every=every,
                     store=store or "disk",
-                    results=results or trial or Path("results/compare.jsonl"),
+                    parallel=parallel or "none",
+                    results=results or trial or Path(f"results/{usual}.jsonl"),
                     docs=docs,
                     quick=quick,
                     report_only=report_only,
@@ -196,9 +212,10 @@ def _compare(
     *,
     models: str,
     sizes: str,
-    systems: str,
+    systems: str | None,
     every: str,
     store: str,
+    parallel: str,
     results: Path,
     docs: Path | None,
     quick: bool,
@@ -217,12 +234,16 @@ def _compare(
     from asymcheck_lab.compare_records import read_compare, run_of
     from asymcheck_lab.compare_report import render, show
     from asymcheck_lab.presets import TASKS
-    from asymcheck_lab.rivals import RIVALS
+    from asymcheck_lab.rivals import RANK_SYSTEMS, RIVALS
 
+    usual = tuple(RIVALS) if parallel == "none" else RANK_SYSTEMS
+    if quick and systems in (None, "all"):
+        usual = QUICK_SYSTEMS
     options = CompareOptions(
         models=chosen_names(models, TASKS),
         sizes=chosen_names(sizes, ()),
-        systems=QUICK_SYSTEMS if quick and systems == "all" else chosen_names(systems, RIVALS),
+        systems=usual if systems in (None, "all") else chosen_names(systems, RIVALS),
+        parallels=chosen_names(parallel, ()),
         every=chosen_numbers("every", every),
         stores=chosen_names(store, ()),
         results=results,

@@ -28,12 +28,15 @@ from asymcheck_lab.bench_run import RunSpec
 from asymcheck_lab.bench_work import sizes_to_compare
 from asymcheck_lab.compare_records import SCHEMA, read_compare
 from asymcheck_lab.errors import RunError, UsageError
+from asymcheck_lab.parallel import find_parallel
 from asymcheck_lab.presets import TASKS
 from asymcheck_lab.rivals import RIVALS, Rival
 
 DISK = "disk"
 ALL = "all"
 _UNITS = {"kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
+SPREAD = ("ddp", "fsdp2", "zero3")
+"""The ways to spread a model that are compared: where all, or nothing, is a rank's own."""
 _SMALL = frozenset({"tiny"})
 
 
@@ -46,15 +49,20 @@ class Cell:
         size: Which size of it.
         every: Steps between two checkpoints.
         store: ``disk``, or the rate that the library's own store is held to.
+        parallel: How the model is spread over ranks; ``none`` for one process.
+        ranks: How many there are.
     """
 
     model: str
     size: str
     every: int
     store: str
+    parallel: str = "none"
+    ranks: int = 1
 
     def __str__(self) -> str:
-        return f"{self.model} {self.size}, every {self.every}, {self.store}"
+        spread = "" if self.ranks == 1 else f"{self.parallel} on {self.ranks} ranks, "
+        return f"{self.model} {self.size}, {spread}every {self.every}, {self.store}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +75,8 @@ class CompareOptions:
         systems: Names out of ``rivals.RIVALS``; ``none`` is added where it is missing.
         every: Intervals, in steps.
         stores: ``disk``, or rates such as ``50MB/s``.
+        parallels: How models are spread over ranks, of ``SPREAD``; ``none`` for one process.
+        ranks: How many ranks then.
         rounds: How often each system runs in each cell.
         steps: Counted steps of a run.
         warmup: Steps before the counted ones.
@@ -84,6 +94,8 @@ class CompareOptions:
     systems: tuple[str, ...] = tuple(RIVALS)
     every: tuple[int, ...] = (5,)
     stores: tuple[str, ...] = (DISK,)
+    parallels: tuple[str, ...] = ("none",)
+    ranks: int = 2
     rounds: int = 1
     steps: int = 20
     warmup: int = 2
@@ -105,6 +117,11 @@ class CompareOptions:
         refuse_unknown("systems", self.systems, RIVALS)
         for store in self.stores:
             rate_of(store)
+        refuse_unknown("parallel", self.parallels, ("none", *SPREAD))
+        for parallel in self.parallels:
+            find_parallel(parallel)
+        if self.ranks < 2:
+            raise UsageError(f"ranks: expected at least 2, found {self.ranks}")
 
     @property
     def all_systems(self) -> tuple[str, ...]:
@@ -115,12 +132,13 @@ class CompareOptions:
     def cells(self) -> list[Cell]:
         """Every cell of these that there is."""
         return [
-            Cell(model, size, every, store)
+            Cell(model, size, every, store, parallel, 1 if parallel == "none" else self.ranks)
             for model in self.models
             for size in self.sizes
             if size in sizes_to_compare(model)
             for every in self.every
             for store in self.stores
+            for parallel in self.parallels
         ]
 
     @property
@@ -130,8 +148,15 @@ class CompareOptions:
             f"asymlab bench --models {_listed(self.models, TASKS)} "
             f"--sizes {','.join(self.sizes)} --systems {_listed(self.systems, RIVALS)} "
             f"--every {','.join(map(str, self.every))} --store {','.join(self.stores)} "
+            f"{self._spread}"
             f"--rounds {self.rounds} --steps {self.steps} --warmup {self.warmup}"
         )
+
+    @property
+    def _spread(self) -> str:
+        if self.parallels == ("none",):
+            return ""
+        return f"--parallel {','.join(self.parallels)} --ranks {self.ranks} "
 
 
 def _listed(chosen: Sequence[str], known: Iterable[str]) -> str:
@@ -172,8 +197,10 @@ def rate_of(store: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def why_absent(rival: Rival, store: str) -> str | None:
+def why_absent(rival: Rival, store: str, parallel: str = "none") -> str | None:
     """Why a system cannot run in a cell, in one line; ``None`` where it can."""
+    if parallel not in rival.parallels:
+        return f"not measured with {parallel}: {rival.why_not_else}"
     if rival.kind == "rival" and store != DISK:
         return f"writes plain files, which cannot be held to {store}: not measured on that store"
     return rival.missing()
@@ -205,7 +232,7 @@ def run_compare(options: CompareOptions, say: Callable[[str], None]) -> list[dic
     }
     if not _SMALL.issuperset(options.sizes):
         warm_memory()
-    workloads = list(dict.fromkeys((cell.model, cell.size) for cell in options.cells))
+    workloads = list(dict.fromkeys((c.model, c.size, c.parallel) for c in options.cells))
     records = []
     with (
         tempfile.TemporaryDirectory(prefix="server-", dir=options.folder) as scratch,
@@ -232,8 +259,12 @@ def _turns(options: CompareOptions) -> Iterator[tuple[int, Cell, int, str]]:
         for shift, cell in enumerate(options.cells):
             order = order_of(options.all_systems, number + shift)
             for position, system in enumerate(order, start=1):
-                if number == 1 or why_absent(RIVALS[system], cell.store) is None:
+                if number == 1 or _why_absent(system, cell) is None:
                     yield number, cell, position, system
+
+
+def _why_absent(system: str, cell: Cell) -> str | None:
+    return why_absent(RIVALS[system], cell.store, cell.parallel)
 
 
 def _described(system: str) -> dict[str, Any]:
@@ -258,7 +289,7 @@ def _run(
     cores: tuple[int, ...],
 ) -> dict[str, Any]:
     """One run; what went wrong with it is a field of its record."""
-    absent = why_absent(RIVALS[system], cell.store)
+    absent = _why_absent(system, cell)
     if absent is not None:
         return {"absent": absent}
     with run_root(options.folder) as root:
@@ -274,6 +305,8 @@ def _run(
             bytes_per_s=rate_of(cell.store),
             check=True,
             verify=options.verify,
+            parallel=cell.parallel,
+            ranks=cell.ranks,
         )
         try:
             measured, peak_bytes = server.measure(asdict(spec), root.parent, options.timeout_s)

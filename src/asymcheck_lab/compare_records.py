@@ -116,6 +116,8 @@ class Run:
         model: What was trained.
         size: Which size of it.
         store: What the checkpoints were written to.
+        parallel: How the model was spread over ranks; ``none`` for one process.
+        ranks: How many there were.
         every: Steps between two checkpoints.
         steps: Counted steps.
         warmup: Steps before them.
@@ -143,6 +145,8 @@ class Run:
     model: str
     size: str
     store: str
+    parallel: str
+    ranks: int
     every: int
     steps: int
     warmup: int
@@ -367,6 +371,8 @@ def run_of(record: Mapping[str, Any], where: str = "a record") -> Run:
         model=fields.text("model"),
         size=fields.text("size"),
         store=fields.text("store"),
+        parallel=fields.text("parallel", "none"),
+        ranks=fields.count("ranks", least=1) if "ranks" in record else 1,
         every=fields.count("every", least=1),
         steps=fields.count("steps"),
         warmup=fields.count("warmup"),

@@ -77,7 +77,7 @@ def head_of(found: CellRows) -> str:
     size = max((row.state_bytes for row in found.rows), default=0.0)
     step = f", a step takes {1000 * found.step_s.median:.1f} ms" if found.step_s else ""
     return (
-        f"{found.model} {found.size}, every {found.every} steps, store: {found.store}; "
+        f"{found.trained}, every {found.every} steps, store: {found.store}; "
         f"state of {size / 1e6:.2f} MB{step}"
     )
 

@@ -313,6 +313,8 @@ class CellRows:
         size: Which size of it.
         store: Where checkpoints went.
         every: Steps between two.
+        parallel: How it was spread over ranks.
+        ranks: How many there were.
         rows: Systems that were measured.
         missing: Systems that were not: nothing of theirs came to its end.
         newest: A record of the session that is shown.
@@ -326,6 +328,8 @@ class CellRows:
     size: str
     store: str
     every: int
+    parallel: str
+    ranks: int
     rows: Sequence[Row]
     missing: Sequence[Row]
     newest: Run
@@ -333,10 +337,19 @@ class CellRows:
     rounds: int
     step_s: Estimate | None
 
+    @property
+    def trained(self) -> str:
+        """Model, size, and how they were spread over ranks."""
+        spread = "" if self.ranks == 1 else f", {self.parallel} on {self.ranks} ranks"
+        return f"{self.model} {self.size}{spread}"
+
 
 def machines_of(runs: Iterable[Run]) -> list[Machine]:
     """Every machine, in the order of its first record."""
     return list(dict.fromkeys(run.machine for run in runs))
+
+
+_Key = tuple[Machine, str, str, str, int, str, int]
 
 
 def cells_of(runs: Sequence[Run]) -> list[CellRows]:
@@ -344,16 +357,16 @@ def cells_of(runs: Sequence[Run]) -> list[CellRows]:
 
     What is not ranked, and so not compared, stands last in each.
     """
-    groups: dict[tuple[Machine, str, str, str, int], list[Run]] = {}
+    groups: dict[_Key, list[Run]] = {}
     for run in runs:
-        where = (run.machine, run.model, run.size, run.store, run.every)
+        where = (run.machine, run.model, run.size, run.store, run.every, run.parallel, run.ranks)
         groups.setdefault(where, []).append(run)
     order = machines_of(runs)
     keys = sorted(groups, key=lambda key: order.index(key[0]))
     return [_cell_of(key, groups[key]) for key in keys]
 
 
-def _cell_of(key: tuple[Machine, str, str, str, int], runs: Sequence[Run]) -> CellRows:
+def _cell_of(key: _Key, runs: Sequence[Run]) -> CellRows:
     session = max(run.session for run in runs)
     shown = [run for run in runs if run.session == session]
     without = {r.round: r.measured for r in shown if r.kind == "none" and r.measured}

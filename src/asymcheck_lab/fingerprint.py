@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,20 +34,13 @@ def fingerprint(
         ``rng/python``, ``rng/numpy``, ``rng/torch``.
     """
     found: dict[str, str] = {}
-    names: dict[torch.Tensor, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, name)
         found[f"model/{name}"] = _digest(parameter)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         found[f"model/{name}"] = _digest(buffer)
+    for name, value in optimizer_entries(model, optimizer):
+        found[name] = _digest(value)
     for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            name = names.get(parameter, "")
-            if not name:
-                name = f"group{number}.{place}"
-                found[f"optim/{name}/values"] = _digest(parameter)
-            for key, value in optimizer.state.get(parameter, {}).items():
-                found[f"optim/{name}/{key}"] = _digest(value)
         for key, value in group.items():
             if key != "params":
                 found[f"optim/group{number}/{key}"] = _digest(value)
@@ -60,6 +53,32 @@ def fingerprint(
     return found
 
 
+def optimizer_entries(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Any]]:
+    """Name and value of every entry of an optimizer's state.
+
+    Parameters that are not the model's come too, as ``values``: those of ZeRO-3 are in no group
+    between two updates, only in the state.
+    """
+    names: dict[torch.Tensor, str] = {}
+    for name, own in model.named_parameters(remove_duplicate=False):
+        names.setdefault(own, name)
+    labels: dict[Any, str] = {
+        parameter: f"group{number}.{place}"
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+    }
+    for place, parameter in enumerate(optimizer.state):
+        labels.setdefault(parameter, f"state.{place}")
+    for parameter, label in labels.items():
+        name = names.get(parameter, label)
+        if parameter not in names:
+            yield f"optim/{name}/values", parameter
+        for key, value in optimizer.state.get(parameter, {}).items():
+            yield f"optim/{name}/{key}", value
+
+
 def _digest(value: object) -> str:
     hasher = hashlib.sha256()
     _feed(hasher.update, value)
@@ -68,7 +87,7 @@ def _digest(value: object) -> str:
 
 def _feed(update: Any, value: object) -> None:  # noqa: ANN401  hashlib's own type is private
     if isinstance(value, torch.Tensor):
-        plain = _held(value).detach().cpu().contiguous()
+        plain = held(value).detach().cpu().contiguous()
         update(f"{plain.dtype} {tuple(plain.shape)}\n".encode())
         update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray):
@@ -88,18 +107,18 @@ def _feed(update: Any, value: object) -> None:  # noqa: ANN401  hashlib's own ty
         update(f"{type(value).__name__} {value!r}\n".encode())
 
 
-def _held(tensor: Any) -> torch.Tensor:  # noqa: ANN401  the attributes are of subclasses
+def held(tensor: Any) -> torch.Tensor:  # noqa: ANN401  the attributes are of subclasses
     """What this rank has of it: the shard of a DTensor, the partition of a ZeRO-3 parameter."""
-    held: torch.Tensor = getattr(tensor, "ds_tensor", tensor)
-    return held.to_local() if hasattr(held, "to_local") else held
+    own: torch.Tensor = getattr(tensor, "ds_tensor", tensor)
+    return own.to_local() if hasattr(own, "to_local") else own
 
 
 def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of parameters and optimizer state, each tensor once."""
+    """Bytes that this rank holds of parameters and optimizer state, each tensor once."""
     moments = (
         value
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor)
     )
-    return sum(t.nbytes for t in (*model.parameters(), *moments))
+    return sum(held(t).nbytes for t in (*model.parameters(), *moments))

@@ -162,7 +162,7 @@ def render(
         ],
         columns=COLUMNS,
         filters=[
-            ("model", "model", _different(f"{cell.model} {cell.size}" for cell in cells)),
+            ("model", "model", _different(cell.trained for cell in cells)),
             ("store", "store", _different(cell.store for cell in cells)),
             ("every", "interval", _different(str(cell.every) for cell in cells)),
         ],
@@ -193,7 +193,7 @@ def _different(values: Any) -> list[str]:  # noqa: ANN401  any iterable of texts
 
 def _head_of(cells: Sequence[CellRows]) -> dict[str, Any]:
     newest = [cell.newest for cell in cells]
-    models = _different(f"{cell.model} {cell.size}" for cell in cells)
+    models = _different(cell.trained for cell in cells)
     systems = {row.run.system for cell in cells for row in cell.rows if row.run.kind != "none"}
     days = sorted({run.session[:10] for run in newest})
     compared = [
@@ -221,7 +221,7 @@ def _commit_of(run: Run) -> str:
 
 
 def _title_of(cell: CellRows) -> str:
-    return f"{cell.model} {cell.size}, {cell.store}, every {count_text(cell.every, 'step')}"
+    return f"{cell.trained}, {cell.store}, every {count_text(cell.every, 'step')}"
 
 
 def _cell_view(
@@ -256,7 +256,7 @@ def _cell_view(
     return {
         "name": name,
         "title": title,
-        "model": f"{cell.model} {cell.size}",
+        "model": cell.trained,
         "store": cell.store,
         "every": cell.every,
         "about": _about(cell),

@@ -13,6 +13,7 @@ from asymcheck_lab.rivals.table import (
     DEFAULT_SYSTEMS,
     NONE,
     OURS,
+    RANK_SYSTEMS,
     RIVALS,
     SYNC_RIVAL,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "DEFAULT_SYSTEMS",
     "NONE",
     "OURS",
+    "RANK_SYSTEMS",
     "RIVALS",
     "RNG",
     "SYNC_RIVAL",

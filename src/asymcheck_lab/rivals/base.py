@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -140,6 +140,8 @@ class Rival:
         apart: Whether its library lies in a folder of its own, ``apart()``, which only its runs
             look into: it changes every process that can see it.
         why_unranked: Why it is not to be compared with the others; empty where it is.
+        parallels: The ways to spread a model that it is measured with.
+        why_not_else: Why not with another, in one line.
     """
 
     title: str
@@ -153,6 +155,8 @@ class Rival:
     is_exact: bool = True
     apart: bool = False
     why_unranked: str = ""
+    parallels: tuple[str, ...] = ("none",)
+    why_not_else: str = "its adapter saves what one process has"
 
     @property
     def ranked(self) -> bool:
@@ -187,20 +191,27 @@ def state_of(job: Job) -> dict[str, Any]:
 
     Not every system finds out by itself that tied weights are one tensor.
     """
-    return {
-        "model": without_aliases(job.model.state_dict()),
-        "optim": job.optimizer.state_dict(),
-    }
+    return {"model": weights_of(job.model), "optim": job.optimizer.state_dict()}
 
 
-def without_aliases(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each tensor once, by its first name."""
-    found: dict[tuple[int, int], str] = {}
-    return {
-        name: tensor
-        for name, tensor in state.items()
-        if found.setdefault((tensor.data_ptr(), tensor.nbytes), name) == name
-    }
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The live state dict of a model, each tensor once, by its first name."""
+    again = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    again |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    again -= {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in again}
+
+
+def ranks() -> int:
+    """How many ranks save together; 1 where there is no process group."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_engine(model: Any) -> bool:  # noqa: ANN401  DeepSpeed's class is known to it alone
+    """Whether DeepSpeed's engine is around the model."""
+    return hasattr(model, "zero_optimization_stage")
 
 
 def join_alone(job: Job) -> None:

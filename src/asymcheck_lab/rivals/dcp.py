@@ -16,9 +16,11 @@ from asymcheck_lab.rivals.base import (
     Job,
     System,
     fsync,
+    is_engine,
     join_alone,
+    ranks,
     state_of,
-    without_aliases,
+    weights_of,
 )
 
 
@@ -38,19 +40,33 @@ class Dcp(System):
         from torch.distributed.checkpoint.state_dict_saver import save
 
         path = self._path(step)
-        save(state_of(self.job), checkpoint_id=path)
+        save(_given(self.job), checkpoint_id=path)
         _sync_names(path)
         self.durable_s[step] = perf_counter()
 
     def load(self, step: int, into: Job) -> None:
         """See ``System``."""
+        import torch
+        import torch.distributed as dist
         from torch.distributed.checkpoint.state_dict_loader import load
 
         # DCP loads into what is there, and a new optimizer has nothing yet: the form is taken
         # from the live one, without its values.
+        engine: Any = into.model
+        if is_engine(engine):
+            state = _blank(_given(self.job))
+            load(state, checkpoint_id=self._path(step))
+            (own,) = state.values()
+            with torch.no_grad():
+                for name, buffer in engine.module.named_buffers():
+                    buffer.copy_(own["buffers"][name])
+            by_rank = [None] * ranks()
+            by_rank[dist.get_rank()] = own["zero"]
+            engine.optimizer.load_state_dict(by_rank)
+            return
         state = _blank({"model": {}, "optim": self.job.optimizer.state_dict()})
-        state["model"] = without_aliases(into.model.state_dict())
-        load(state, checkpoint_id=self._path(step), no_dist=True)
+        state["model"] = weights_of(into.model)
+        load(state, checkpoint_id=self._path(step), no_dist=ranks() == 1)
         into.optimizer.load_state_dict(state["optim"])
 
     def _path(self, step: int) -> Path:
@@ -72,14 +88,23 @@ class DcpAsync(Dcp, Behind):
     stager: Literal["default", "behind"] = "default"
     _own_stager: Any = None
     _staged: Future[None] | None = None
+    _group: Any = None
+    _is_alone: bool = False
 
     def start(self) -> None:
         """See ``System``."""
+        import torch.distributed as dist
+
         super().start()
         if self.kind == "process":
             # The writing process joins a group of its own at this address.
             os.environ["MASTER_ADDR"] = "127.0.0.1"
+            self._is_alone = ranks() == 1
+        if self._is_alone:
             join_alone(self.job)
+        elif ranks() > 1:
+            # Its collectives run beside those of the training, which must not mix with them.
+            self._group = dist.new_group(backend="gloo")
         if self.stager != "default":
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -111,8 +136,9 @@ class DcpAsync(Dcp, Behind):
         self.wait_for_last()  # one at a time, as DCP's documentation advises
         path = self._path(step)
         answer = async_save(
-            state_of(self.job),
+            _given(self.job),
             checkpoint_id=path,
+            process_group=self._group,
             async_checkpointer_type=AsyncCheckpointerType(self.kind),
             async_stager=self._own_stager,
         )
@@ -132,10 +158,26 @@ class DcpAsync(Dcp, Behind):
         super().close()
         if self._own_stager is not None:
             self._own_stager.close()
-        if self.kind == "process":
+        if self._is_alone:
             import torch.distributed as dist
 
             dist.destroy_process_group()
+
+
+def _given(job: Job) -> dict[str, Any]:
+    """What DCP is given. What each rank has of an engine's flat buffers is its own, by rank: to DCP
+    they are no parts of anything, and could not be loaded on another number of ranks.
+    """
+    engine: Any = job.model
+    if not is_engine(engine):
+        return state_of(job)
+    import torch.distributed as dist
+
+    own = {
+        "zero": engine.optimizer.state_dict(),
+        "buffers": dict(engine.module.named_buffers()),
+    }
+    return {f"rank{dist.get_rank()}": own}
 
 
 def _complete(upload: Future[Any], path: Path) -> None:
@@ -152,7 +194,7 @@ def _blank(value: Any) -> Any:  # noqa: ANN401  any state dict
         return {key: _blank(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_blank(inner) for inner in value]
-    return None
+    return value if isinstance(value, bool | int) else None
 
 
 def _sync_names(folder: Path) -> None:

@@ -7,12 +7,20 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from asymcheck_lab.rivals.base import Job, System, fsync, fsync_tree, join_alone
+from asymcheck_lab.rivals.base import (
+    Job,
+    System,
+    fsync,
+    fsync_tree,
+    is_engine,
+    join_alone,
+)
 
 
 @dataclass
 class DeepSpeed(System):
-    """An engine around the live model and optimizer, ZeRO stage 0: it is only asked to save.
+    """An engine that is only asked to save: the one that trains under ZeRO, or else one of its
+    stage 0 around the live model and optimizer.
 
     At stage 0 in fp32 the engine's optimizer is the one that it was given, and its module the
     model: so the loop trains what the engine saves, and need not be changed. From stage 1 on
@@ -23,6 +31,9 @@ class DeepSpeed(System):
 
     def start(self) -> None:
         """See ``System``."""
+        if is_engine(self.job.model):
+            self._engine = self.job.model
+            return
         os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
         join_alone(self.job)
         self._engine = _engine(self.job)
@@ -32,7 +43,10 @@ class DeepSpeed(System):
         if not due:
             return
         tag = _tag(step)
+        import torch.distributed as dist
+
         self._engine.save_checkpoint(str(self.job.folder), tag=tag)
+        dist.barrier()  # rank 0 writes the name of the newest
         fsync_tree(self.job.folder / tag)
         fsync(self.job.folder / "latest")
         self.durable_s[step] = perf_counter()
@@ -41,12 +55,15 @@ class DeepSpeed(System):
         """See ``System``."""
         import torch.distributed as dist
 
+        if self._engine is self.job.model:
+            return
         self._engine.destroy()
         dist.destroy_process_group()
 
     def load(self, step: int, into: Job) -> None:
         """See ``System``."""
-        _engine(into).load_checkpoint(str(self.job.folder), tag=_tag(step))
+        engine: Any = into.model if is_engine(into.model) else _engine(into)
+        engine.load_checkpoint(str(self.job.folder), tag=_tag(step))
 
 
 def _engine(job: Job) -> Any:  # noqa: ANN401  its own

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from asymcheck.planning.strategies import Strategy, strategies
+from asymcheck_lab.parallel import PARALLELS
 from asymcheck_lab.rivals.base import RNG, Rival, System
 from asymcheck_lab.rivals.dcp import Dcp, DcpAsync
 from asymcheck_lab.rivals.deepspeed import DeepSpeed
@@ -34,6 +35,7 @@ _LATE = (
     "copied behind it, so those of a later step may be saved"
 )
 _IN_MEMORY = "no network yet; its times are until a checkpoint is whole in this host's memory"
+_ANY = tuple(PARALLELS)
 _SELF_SYNCED = "nothing; the adapter gives every file and folder to fsync"
 
 
@@ -49,6 +51,8 @@ def _of_strategy(name: str, strategy: Strategy) -> Rival:
         is_async=strategy.persist == "behind",
         is_exact=is_exact,
         why_unranked="" if strategy.placement.durable is None else _IN_MEMORY,
+        parallels=_ANY if strategy.placement.durable is None else ("none",),
+        why_not_else="it keeps checkpoints in the memory of one rank",
     )
 
 
@@ -61,6 +65,7 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
             omits="everything",
             syncs="",
             kind="none",
+            parallels=_ANY,
             is_async=False,
         ),
         OURS: Rival(
@@ -70,6 +75,7 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
             omits="",
             syncs=_OURS,
             kind="ours",
+            parallels=_ANY,
         ),
         "asymcheck-thread": Rival(
             title='asymcheck, persist="thread"',
@@ -78,6 +84,7 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
             omits="",
             syncs=_OURS,
             kind="ours",
+            parallels=_ANY,
         ),
         BASELINE: Rival(
             title="torch.save + fsync",
@@ -88,7 +95,13 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
             is_async=False,
         ),
         SYNC_RIVAL: Rival(
-            title="DCP save", make=Dcp, library="torch", omits=RNG, syncs=_DCP, is_async=False
+            title="DCP save",
+            make=Dcp,
+            library="torch",
+            omits=RNG,
+            syncs=_DCP,
+            is_async=False,
+            parallels=_ANY,
         ),
         "dcp-thread": Rival(
             title="DCP async_save, thread",
@@ -96,6 +109,7 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
             library="torch",
             omits=RNG,
             syncs=_DCP,
+            parallels=_ANY,
         ),
         "dcp-process": Rival(
             title="DCP async_save, process",
@@ -103,6 +117,7 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
             library="torch",
             omits=RNG,
             syncs=_DCP,
+            parallels=_ANY,
         ),
         "dcp-stager": Rival(
             title="DCP async_save, thread, asynchronous stager",
@@ -110,6 +125,7 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
             library="torch",
             omits=_LATE,
             syncs=_DCP,
+            parallels=_ANY,
         ),
         "dcp-process-stager": Rival(
             title="DCP async_save, process, asynchronous stager in shared memory",
@@ -117,6 +133,7 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
             library="torch",
             omits=_LATE,
             syncs=_DCP,
+            parallels=_ANY,
         ),
         "torch-checkpointing": Rival(
             title="torch_checkpointing, asynchronous",
@@ -146,14 +163,16 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
             adapted="the plugin alone, with no Trainer around it",
         ),
         "deepspeed": Rival(
-            title="DeepSpeed save_checkpoint, ZeRO stage 0",
+            title="DeepSpeed save_checkpoint",
             make=DeepSpeed,
             library="deepspeed",
             omits=RNG,
             syncs=_SELF_SYNCED,
-            adapted="the loop steps the optimizer itself, and the engine only saves: at stage 0 in "
-            "fp32 it holds the very same model and optimizer; without its extension for "
-            "collectives",
+            adapted="under ZeRO its own engine trains and saves. In one process the loop steps the "
+            "optimizer itself, and the engine only saves: at stage 0 in fp32 it holds the very "
+            "same model and optimizer. Without its extension for collectives",
+            parallels=("none", "zero1", "zero2", "zero3"),
+            why_not_else="it saves DeepSpeed's own engines alone",
             is_async=False,
         ),
         "safetensors": Rival(
@@ -202,3 +221,16 @@ DEFAULT_SYSTEMS: tuple[str, ...] = (
     "dcp-stager",
 )
 """Those that the benchmark compares where nobody says which."""
+
+RANK_SYSTEMS: tuple[str, ...] = (
+    NONE,
+    OURS,
+    "asymcheck-thread",
+    SYNC_RIVAL,
+    "dcp-thread",
+    "dcp-process",
+    "dcp-stager",
+    "dcp-process-stager",
+    "deepspeed",
+)
+"""Those that it compares on several ranks."""
