@@ -9,6 +9,7 @@ from typing import Any
 import xxhash
 
 from asymcheck.errors import RankFailed, RankMissing, StateError
+from asymcheck.garbage import put_off
 from asymcheck.outcomes import warn
 from asymcheck.ranks import Announcement, Ranks
 from asymcheck.termination import Termination
@@ -210,6 +211,7 @@ def check_alike(ranks: Ranks, what: str, own: Callable[[], Mapping[str, Any]]) -
     """
     found: dict[str, Any] = {}
 
+    @put_off()
     def digest() -> str:
         found.update(own())
         return xxhash.xxh3_128_hexdigest(json.dumps(found, sort_keys=True).encode())

@@ -29,6 +29,7 @@ from asymcheck.errors import (
 )
 from asymcheck.events import Sink as SpanSink
 from asymcheck.events import Stage, timed
+from asymcheck.garbage import put_off
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.settling import DAMAGED, GONE, WELL, WRONG, Exchange, Found, Look, Settling
 from asymcheck.storage.index import RAW, TREE_KEY, Chunk, Index, Leaf
@@ -274,6 +275,7 @@ class _Loading:
             return Found(WRONG, why, self.touched, failure)
         return Found(WELL, touched=self.touched)
 
+    @put_off()
     def _plan(self) -> None:
         checkpoint = self._open.enter_context(self._repository.open(self._at))
         indexes = checkpoint.indexes
@@ -290,6 +292,7 @@ class _Loading:
         )
         self._planned = checkpoint, decoding, plan
 
+    @put_off()
     def _read(self) -> None:
         assert self._planned is not None, "plan() comes first"
         checkpoint, decoding, plan = self._planned

@@ -9,6 +9,7 @@ import numpy as np
 
 from asymcheck.capture import CANARY_TURNS, Canary, dump_geometry, place_canary
 from asymcheck.device.leaves import Collector, Source, Spec
+from asymcheck.garbage import put_off
 from asymcheck.planning.layout import Extent, Layout, lay_out
 from asymcheck.storage.index import Leaf
 
@@ -110,6 +111,7 @@ class Placer:
         self._order: list[int] = []
         self._turns: dict[int, Placement] = {}
 
+    @put_off()
     def place(self, collected: Collector, turn: int) -> Placed:
         """Give the leaves their places.
 

@@ -46,6 +46,7 @@ from asymcheck.device.sharding import Copies, replication_of
 from asymcheck.device.tree import Decoder, Encoder, Json
 from asymcheck.device.worlds import Saved, World, WorldChange, stateful_plan
 from asymcheck.errors import CorruptCheckpoint, StateError
+from asymcheck.garbage import put_off
 from asymcheck.storage.index import TREE_KEY, Index
 
 _RNG = "$rng"
@@ -158,11 +159,13 @@ class State:
         """
         collector, items, generators = self._collect()
         self._specs = [s.spec for s in collector.sources]
-        collector.keep(self._sharing.part(collector.sources))
+        with put_off():
+            collector.keep(self._sharing.part(collector.sources))
         members_of = ",".join(f"{json.dumps(name)}:{text}" for name, text in items.items())
         collector.add_tree(f'{{"items":{{{members_of}}},{generators}}}'.encode())
         return collector
 
+    @put_off()
     def _collect(self) -> tuple[Collector, dict[str, str], str]:
         """All leaves, the JSON of each item, and that of the generators as a member."""
         collector = Collector()
@@ -188,7 +191,8 @@ class State:
         if not self._specs:
             self._specs = [s.spec for s in self._collect()[0].sources]
         if self._geometry[0] != self._specs:
-            self._geometry = self._specs, geometry_of(self._specs)
+            with put_off():
+                self._geometry = self._specs, geometry_of(self._specs)
         return self._geometry[1]
 
     def replica_samples(self) -> Mapping[str, str]:
@@ -205,6 +209,7 @@ class State:
                 found[name] = xxhash.xxh3_64_hexdigest(items[name].encode())
         return found
 
+    @put_off()
     def plan(
         self,
         index: Index,
