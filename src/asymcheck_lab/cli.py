@@ -13,7 +13,14 @@ import typer
 from rich.console import Console
 
 from asymcheck.errors import CheckpointError, OptionError
-from asymcheck_lab.cli_bench import FolderOption, PageOption, ReportOption, add_bench, show_runs
+from asymcheck_lab.cli_bench import (
+    FolderOption,
+    PageOption,
+    ReportOption,
+    add_bench,
+    add_many_small,
+    show_runs,
+)
 from asymcheck_lab.cli_models import add_commands
 from asymcheck_lab.cli_page import add_report
 from asymcheck_lab.errors import LabError, UsageError
@@ -429,5 +436,6 @@ def _readable_warnings() -> Iterator[None]:
 
 
 add_bench(app, _readable_errors)
+add_many_small(app, _readable_errors)
 add_commands(app, _readable_errors)
 add_report(app, _readable_errors)

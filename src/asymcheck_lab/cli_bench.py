@@ -169,6 +169,33 @@ def add_bench(
             )
 
 
+def add_many_small(
+    app: typer.Typer, readable_errors: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Add ``many-small``; as ``add_bench``."""
+
+    @app.command("many-small")
+    def many_small(
+        parallel: Annotated[
+            str, typer.Option(help="How the tensors are spread: ddp, fsdp2, commas between")
+        ] = "ddp,fsdp2",
+        ranks: Annotated[int, typer.Option(help="How many ranks, on this host")] = 2,
+        tensors: Annotated[int, typer.Option(help="How many, of 64 bytes each")] = 20_000,
+        folder: FolderOption = Path("runs/many-small"),
+    ) -> None:
+        """Save and load many small tensors on several ranks, and say what that took."""
+        with readable_errors():
+            from asymcheck_lab.many_small import measure_small
+
+            for name in parallel.split(","):
+                found = measure_small(name, tensors=tensors, ranks=ranks, folder=folder)
+                typer.echo(
+                    f"{tensors} tensors, {name} on {ranks} ranks: durable after "
+                    f"{found.save_s:.2f} s (stall {found.stall_s:.2f} s), the second time "
+                    f"{found.again_s:.2f} s; loaded in {found.load_s:.2f} s"
+                )
+
+
 def _bench(
     given: dict[str, Any],
     *,
