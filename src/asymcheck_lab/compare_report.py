@@ -8,12 +8,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from asymcheck_lab.bench_stats import Estimate
 from asymcheck_lab.compare_records import Machine, Run
-from asymcheck_lab.compare_stats import COLUMNS, CellRows, Column, Row, cells_of
+from asymcheck_lab.compare_stats import COLUMNS, CellRows, Column, Row, cells_of, number_text
 from asymcheck_lab.errors import DataError
 from asymcheck_lab.record import measured_when
+from asymcheck_lab.rivals import DEFAULT_RIVAL, OURS, SYNC_RIVAL
 
 _NONE = "–"
+_STALL_SHARE = 0.1
 
 
 def lines_of(found: CellRows, *, brief: bool = False) -> tuple[list[str], list[list[str]]]:
@@ -72,6 +75,45 @@ def _trouble(number: int, text: str) -> str:
     return f"round {number} failed: {last.removeprefix('failed: ')}"
 
 
+def targets_of(found: CellRows) -> list[str]:
+    """What the library aims at on several ranks, and whether it was reached; else nothing."""
+    rows = {row.run.system: row.values for row in found.rows if not row.is_unranked}
+    ours = rows.get(OURS)
+    if found.ranks == 1 or not ours:
+        return []
+
+    def rivals(key: str, names: str) -> list[Estimate]:
+        values = [rows[n].get(key) for n in rows if n.startswith(names) and not n.startswith(OURS)]
+        return sorted((v.estimate for v in values if v), key=lambda e: e.median)
+
+    lines = []
+    if "slowdown" in ours and (others := rivals("slowdown", "")):
+        own, best = ours["slowdown"].estimate, others[0]
+        is_met = own.median <= best.median or own.overlaps(best)
+        lines.append(
+            f"{_met(is_met)}: a slowdown that is the lowest, or cannot be told from it: "
+            f"{own.median:+.1f} % against {best.median:+.1f} %"
+        )
+    if "stall_p50" in ours and (default := rivals("stall_p50", DEFAULT_RIVAL)):
+        share = ours["stall_p50"].estimate.median / default[0].median
+        lines.append(
+            f"{_met(share <= _STALL_SHARE)}: a stall of at most a tenth of that of DCP's default "
+            f"async_save: {share:.2f} of it"
+        )
+    if "restore" in ours and (others := rivals("restore", SYNC_RIVAL)):
+        own, best = ours["restore"].estimate, others[0]
+        is_met = own.median <= best.median or own.overlaps(best)
+        lines.append(
+            f"{_met(is_met)}: loading no slower than DCP: {number_text(own.median)} s against "
+            f"{number_text(best.median)} s"
+        )
+    return lines
+
+
+def _met(is_met: bool) -> str:
+    return "Reached" if is_met else "**Missed**"
+
+
 def head_of(found: CellRows) -> str:
     """The cell in one line."""
     size = max((row.state_bytes for row in found.rows), default=0.0)
@@ -102,7 +144,7 @@ def show(console: Console, runs: Sequence[Run]) -> None:
         console.print(table)
         for text, number in omitted.items():
             console.print(f"  {number} does not save: {text}", markup=False, highlight=False)
-        for note in notes_of(found):
+        for note in (*targets_of(found), *notes_of(found)):
             console.print(f"  {note}", markup=False, highlight=False)
 
 
@@ -139,7 +181,7 @@ def _parts(cells: Sequence[CellRows]) -> list[str]:
             *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows),
         ]
         parts += [f"### {head_of(found)}", "\n".join(lines)]
-        notes = notes_of(found)
+        notes = [*targets_of(found), *notes_of(found)]
         if notes:
             parts.append("\n".join(f"- {note}" for note in notes))
     return parts

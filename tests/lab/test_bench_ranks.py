@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 from asymcheck.testing.children import Child
 from asymcheck_lab import bench_ranks
 from asymcheck_lab.bench_ranks import measure_ranks, merged
+from asymcheck_lab.bench_report import BEGIN, END
 from asymcheck_lab.bench_run import RunSpec
 from asymcheck_lab.cli import app
 from asymcheck_lab.compare import Cell, CompareOptions, run_compare, why_absent
 from asymcheck_lab.compare_records import read_compare, run_of
-from asymcheck_lab.compare_report import head_of, notes_of
+from asymcheck_lab.compare_report import head_of, notes_of, render, targets_of
 from asymcheck_lab.compare_stats import cells_of
 from asymcheck_lab.errors import UsageError
 from asymcheck_lab.rivals import RANK_SYSTEMS, RIVALS
@@ -266,3 +267,35 @@ def test_options_of_ranks_that_lack_another_are_refused(arguments: list[str], me
     done = CliRunner().invoke(app, ["bench", *arguments])
     assert done.exit_code == 2
     assert message in done.output
+
+
+def test_what_is_aimed_at_stands_below_a_table_of_ranks(
+    bench_record: Callable[..., dict[str, Any]],
+) -> None:
+    spread = {"parallel": "ddp", "ranks": 2}
+    records = [
+        *(bench_record("none", round=n, **spread) for n in (1, 2, 3)),
+        *(bench_record(round=n, restore_s=0.9, **spread) for n in (1, 2, 3)),
+        *(
+            bench_record("dcp-thread", round=n, blocked_s=0.2, slower_s=0.5, **spread)
+            for n in (1, 2, 3)
+        ),
+    ]
+    (found,) = cells_of([run_of(record) for record in records])
+    assert targets_of(found) == [
+        "Reached: a slowdown that is the lowest, or cannot be told from it: +4.0 % against +99.9 %",
+        "Reached: a stall of at most a tenth of that of DCP's default async_save: 0.05 of it",
+        "**Missed**: loading no slower than DCP: 0.900 s against 0.020 s",
+    ]
+    alone = [run_of({**record, "parallel": "none", "ranks": 1}) for record in records]
+    assert targets_of(cells_of(alone)[0]) == []
+
+
+def test_the_tables_in_the_docs_are_those_of_the_published_records() -> None:
+    page = (ROOT / "docs" / "distributed-benchmarks.md").read_text()
+    shown = page.partition(BEGIN)[2].partition(END)[0].strip()
+    published = ROOT / "results" / "compare-ranks.jsonl"
+    if published.exists():
+        assert shown == render(read_compare(published)).strip()
+    else:
+        assert shown == "Nothing is published yet."

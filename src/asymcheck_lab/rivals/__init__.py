@@ -10,6 +10,7 @@ from asymcheck_lab.rivals.dcp import Dcp, DcpAsync
 from asymcheck_lab.rivals.ours import Asymcheck
 from asymcheck_lab.rivals.table import (
     BASELINE,
+    DEFAULT_RIVAL,
     DEFAULT_SYSTEMS,
     NONE,
     OURS,
@@ -21,6 +22,7 @@ from asymcheck_lab.rivals.torch_save import TorchSave
 
 __all__ = [
     "BASELINE",
+    "DEFAULT_RIVAL",
     "DEFAULT_SYSTEMS",
     "NONE",
     "OURS",

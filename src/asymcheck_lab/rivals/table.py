@@ -29,6 +29,7 @@ NONE = "none"
 OURS = "asymcheck"
 BASELINE = "torch-save"
 SYNC_RIVAL = "dcp"
+DEFAULT_RIVAL = "dcp-thread"
 
 _LATE = (
     f"{RNG}; buffers that a forward pass changes, such as those of batch normalization: they are "
@@ -103,7 +104,7 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
             is_async=False,
             parallels=_ANY,
         ),
-        "dcp-thread": Rival(
+        DEFAULT_RIVAL: Rival(
             title="DCP async_save, thread",
             make=lambda job: DcpAsync(job, kind="thread"),
             library="torch",
