@@ -296,7 +296,10 @@ class _Loading:
     def _read(self) -> None:
         assert self._planned is not None, "plan() comes first"
         checkpoint, decoding, plan = self._planned
-        for index in checkpoint.indexes:
+        # Ranks that want the same begin at different places: each finds in the page cache what
+        # the others have read meanwhile.
+        first = self._rank % len(checkpoint.indexes)
+        for index in (*checkpoint.indexes[first:], *checkpoint.indexes[:first]):
             places = plan.places.sinks.items()
             sinks = {key: sinks for (rank, key), sinks in places if rank == index.rank}
             self._read_leaves(checkpoint, decoding, index, sinks)

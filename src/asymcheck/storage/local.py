@@ -24,6 +24,7 @@ from asymcheck.storage.store import Buffer, Capabilities, Entry, Readable, check
 TEMP_FOLDER = ".tmp"
 """No object name starts with a dot, so no object can lie there."""
 TEMP_NAME = re.compile(r"[0-9a-f]{32}")
+_AT_ONCE_BYTES = 1 << 20
 _RETRY_S = (0.0, 0.01, 0.05, 0.2, 0.5)
 _TRANSIENT = {errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -110,6 +111,10 @@ class _OpenFile:
     def readinto(self, offset: int, into: memoryview) -> None:
         """See ``Readable``."""
         into = into.cast("B")
+        if len(into) >= _AT_ONCE_BYTES and hasattr(os, "posix_fadvise"):
+            # Else the kernel fetches it in small steps, each when the one before was read.
+            with suppress(OSError):
+                os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_WILLNEED)
         done = 0
         while done < len(into):
             try:
