@@ -152,49 +152,6 @@ def add_bench(
                 report_only=report_only,
             )
 
-    @app.command("bench-ranks")
-    def bench_ranks(
-        parallel: Annotated[
-            str, typer.Option(help="How ranks share the model, commas between")
-        ] = "ddp,fsdp2,zero3",
-        systems: Annotated[str, typer.Option(help="all, or names with commas between")] = "all",
-        size: Annotated[str, typer.Option(help="Of GPT-2: 124m, tiny")] = "124m",
-        ranks: Annotated[int, typer.Option(help="Ranks on this host")] = 2,
-        rounds: Annotated[int, typer.Option(help="How often each system runs")] = 3,
-        steps: Annotated[int, typer.Option(help="Counted steps of a run")] = 8,
-        every: Annotated[int, typer.Option(help="Steps between two checkpoints")] = 4,
-        warmup: Annotated[int, typer.Option(help="Steps before the counted ones")] = 2,
-        folder: FolderOption = Path("runs/ranks"),
-        results: Annotated[Path, typer.Option(help="Gets a JSON line for each run")] = Path(
-            "results/ranks.jsonl"
-        ),
-        docs: PageOption = None,
-        report_only: ReportOption = False,
-    ) -> None:
-        """Compare what a checkpoint costs several ranks: the library, DCP, DeepSpeed's save."""
-        with readable_errors():
-            from asymcheck_lab.compare import chosen_names
-            from asymcheck_lab.ranks_bench import SpreadOptions, read_spread, render, run_spread
-            from asymcheck_lab.rivals.spread import SPREAD
-
-            options = SpreadOptions(
-                parallel=chosen_names(parallel, ()),
-                systems=chosen_names(systems, SPREAD),
-                size=size,
-                ranks=ranks,
-                rounds=rounds,
-                steps=steps,
-                every=every,
-                warmup=warmup,
-                folder=folder,
-                results=results,
-            )
-            if report_only:
-                records = read_spread(results)
-            else:
-                records = run_spread(options, lambda line: typer.echo(line, err=True))
-            show_runs(render(records), records, docs)
-
 
 def _bench(
     given: dict[str, Any],
