@@ -5,6 +5,7 @@ from __future__ import annotations
 from asymcheck.codec.codec import Codec, Raw
 from asymcheck.codec.excp import Clustered
 from asymcheck.codec.lossless import Lossless
+from asymcheck.codec.planes import Planes
 from asymcheck.codec.quantize import Quantized
 from asymcheck.codec.residual import Delta
 from asymcheck.codec.topk import TopK
@@ -13,6 +14,8 @@ CODECS: tuple[Codec, ...] = (
     Raw(),
     Lossless("lz4+bitshuffle"),
     Lossless("zstd1+shuffle"),
+    Planes("lz4+bitshuffle"),
+    Planes("zstd1+shuffle"),
     Delta("lz4+bitshuffle"),
     Delta("zstd1+shuffle"),
     Quantized("signed", 8),
