@@ -158,8 +158,6 @@ def _is_for(codec: Codec, kind: str) -> bool:
     law = {"exp_avg": "signed", "exp_avg_sq": "log"}.get(kind, "none")
     if codec.chains:
         return False
-    if codec.name == "planes":  # of numbers of two bytes
-        return kind == BFLOAT16
     return codec.lossless or codec.needs_base or codec.label.endswith(law)
 
 

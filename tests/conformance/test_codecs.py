@@ -35,20 +35,6 @@ class TestZstd(CodecSuite):
         return by_label("zstd1+shuffle")
 
 
-class TestLz4Planes(CodecSuite):
-    applies_to: ClassVar = ("bfloat16", "float16")
-
-    def new_codec(self) -> Codec:
-        return by_label("lz4+planes")
-
-
-class TestZstdPlanes(CodecSuite):
-    applies_to: ClassVar = ("bfloat16", "float16")
-
-    def new_codec(self) -> Codec:
-        return by_label("zstd1+planes")
-
-
 class TestDeltaLz4(CodecSuite):
     applies_to: ClassVar = ANY
 

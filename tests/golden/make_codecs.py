@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from asymcheck.codec import table
-from asymcheck.codec.floats import narrow
 from asymcheck.decoding import Decoding
 from asymcheck.planning.layout import align_up, lay_out
 from asymcheck.planning.retention import CheckpointId
@@ -39,7 +38,6 @@ STEPS = {
     4: ("aggressive", 1, ("topk", "q4-signed", "q4-log")),
     5: ("excp", 1, ("excp-residual", "excp-moment", "excp-moment")),
     6: ("excp", 5, ("excp-residual", "excp-moment", "excp-moment")),
-    7: ("exact", None, ("zstd1+planes", "lz4+planes", "zstd1+planes")),
 }
 """Fidelity, step of the base, and the label of the codec of each leaf."""
 
@@ -50,17 +48,7 @@ def state(step: int) -> dict[str, np.ndarray]:
     m = ((at % 37) - 18) / 1000 * step
     w = 1 + at / 4096
     w[::64] += (step - 1) / 1000
-    values = (("w", w), ("m", m), ("v", m * m))
-    if dtype_of(step) == "bfloat16":
-        return {
-            key: narrow(np.tile(value, 2).astype(np.float32), "bfloat16") for key, value in values
-        }
-    return {key: value.astype(np.float32) for key, value in values}
-
-
-def dtype_of(step: int) -> str:
-    """Of the leaves; twice as many of two bytes, so that each is a chunk of its own."""
-    return "bfloat16" if any(label.endswith("planes") for label in STEPS[step][2]) else "float32"
+    return {key: value.astype(np.float32) for key, value in (("w", w), ("m", m), ("v", m * m))}
 
 
 def save(repository: Repository, step: int) -> None:
@@ -74,15 +62,14 @@ def save(repository: Repository, step: int) -> None:
     codecs = dict(zip(KEYS, labels, strict=True))
     leaves, parts = [], {}
     for key, raw, place in zip((*KEYS, ""), data, layout.leaves, strict=True):
-        shape = (arrays[key].size if key else len(raw),)
-        dtype = dtype_of(step) if key else "json"
+        dtype, shape = ("float32", (SIZE,)) if key else ("json", (len(raw),))
         leaves.append(Leaf(key, dtype, shape, place.start, len(raw)))
         parts[place.start] = (key, raw)
     pack, chunks, losses = bytearray(), [], []
     for extent in layout.chunks:
         key, raw = parts[extent.start]
         codec = table.by_label(codecs.get(key, "raw"))
-        encoding = codec.encode(memoryview(raw), dtype_of(step), memoryview(below.get(key, b"")))
+        encoding = codec.encode(memoryview(raw), "float32", memoryview(below.get(key, b"")))
         assert encoding is not None, key
         stored = bytes(encoding.data)
         pack += bytes(align_up(len(pack), 4096) - len(pack))

@@ -32,15 +32,13 @@ def test_a_label_names_one_codec_and_settings_share_a_name() -> None:
     ("one", "other"),
     [
         ("lz4+bitshuffle", "zstd1+shuffle"),
-        ("lz4+planes", "zstd1+planes"),
         ("delta+lz4+bitshuffle", "delta+zstd1+shuffle"),
     ],
 )
 def test_either_setting_decodes_what_the_other_wrote(one: str, other: str) -> None:
     raw = memoryview(np.arange(300_000, dtype="<i4").tobytes())
     base = memoryview(bytes(len(raw)))
-    dtype = "int16" if one.endswith("planes") else "int32"
-    encoding = by_label(one).encode(raw, dtype, base)
+    encoding = by_label(one).encode(raw, "int32", base)
     assert encoding is not None
     into = bytearray(len(raw))
     by_label(other).decode(memoryview(encoding.data), memoryview(into), base)
@@ -82,29 +80,6 @@ def test_a_chunk_of_several_pieces_comes_back_with_what_cannot_be_compressed(lab
     into = bytearray(len(raw))
     by_label(label).decode(memoryview(encoding.data), memoryview(into), base)
     assert into == raw
-
-
-@pytest.mark.parametrize("label", ["lz4+planes", "zstd1+planes"])
-def test_of_numbers_of_two_bytes_the_lower_ones_are_stored_as_they_are(label: str) -> None:
-    draw = np.random.default_rng(0)
-    numbers = draw.integers(0, 256, PIECE_BYTES + 777, "<u2")  # noise below, zeros above
-    raw = bytes_of(numbers)
-    encoding = by_label(label).encode(raw, "bfloat16", None)
-    assert encoding is not None
-    stored = bytes(encoding.data)
-    lower = numbers.astype("u1").tobytes()
-    assert lower[:PIECE_BYTES] in stored
-    assert stored.endswith(lower[PIECE_BYTES:])
-    assert len(stored) < 0.51 * len(raw)
-    into = bytearray(len(raw))
-    by_label(label).decode(memoryview(stored), memoryview(into), None)
-    assert into == raw
-    assert by_label(label).encode(raw, "float32", None) is None
-    for wrong in (stored[:-1], stored + b"x", stored[:5]):
-        with pytest.raises(Malformed, match="planes: expected"):
-            by_label(label).decode(memoryview(wrong), memoryview(into), None)
-    with pytest.raises(Malformed, match="planes: expected whole numbers"):
-        by_label(label).decode(memoryview(stored), memoryview(into)[1:], None)
 
 
 def test_the_interpreter_is_free_while_blosc2_works() -> None:

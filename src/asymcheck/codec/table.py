@@ -5,7 +5,6 @@ from __future__ import annotations
 from asymcheck.codec.codec import Codec, Raw
 from asymcheck.codec.excp import Clustered
 from asymcheck.codec.lossless import Lossless
-from asymcheck.codec.planes import Planes
 from asymcheck.codec.quantize import Quantized
 from asymcheck.codec.residual import Delta
 from asymcheck.codec.topk import TopK
@@ -14,8 +13,6 @@ CODECS: tuple[Codec, ...] = (
     Raw(),
     Lossless("lz4+bitshuffle"),
     Lossless("zstd1+shuffle"),
-    Planes("lz4+bitshuffle"),
-    Planes("zstd1+shuffle"),
     Delta("lz4+bitshuffle"),
     Delta("zstd1+shuffle"),
     Quantized("signed", 8),

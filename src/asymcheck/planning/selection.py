@@ -11,7 +11,7 @@ Fidelity = Literal["exact", "moments", "aggressive"]
 RULES = ("raw", "measured", "smallest", "paper", "excp")
 FIDELITIES: tuple[Fidelity, ...] = ("exact", "moments", "aggressive")
 
-_LOSSLESS = ("lz4+bitshuffle", "zstd1+shuffle", "lz4+planes", "zstd1+planes")
+_LOSSLESS = ("lz4+bitshuffle", "zstd1+shuffle")
 _DELTA = ("delta+lz4+bitshuffle", "delta+zstd1+shuffle")
 _SIGNED = frozenset({"exp_avg", "momentum_buffer", "mu", "grad_avg"})
 _SQUARED = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "nu", "acc_delta"})
