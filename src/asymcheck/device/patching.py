@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from asymcheck.device.tensors import Bytes, Target, as_bits, slabs
-from asymcheck.planning.pieces import Box, Piece, boxes
+from asymcheck.planning.pieces import Box, Piece, boxes, meet
 
 
 class RunSink:
@@ -94,7 +94,7 @@ class PatchSink:
         self._runs = []
         for natural, at in boxes(have, tuple(shape)):
             box = _ordered(natural, order)
-            spans = [_span(box, at, common) for b, _ in self._live if (common := _meet(box, b))]
+            spans = [_span(box, at, common) for b, _ in self._live if (common := meet(box, b))]
             if spans:
                 self._runs.append(_Run(box, at, tuple(spans)))
 
@@ -128,7 +128,7 @@ class PatchSink:
         if self._changes_values:
             values = values.clone().view(self._dtype).view(box.shape)  # clone: for its alignment
         for live, view in self._live:
-            common = _meet(box, live)
+            common = meet(box, live)
             if common is None:
                 continue
             if not self._changes_values:
@@ -157,14 +157,6 @@ def _ordered(box: Box, order: tuple[int, ...]) -> Box:
 
 def _ordered_view(view: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     return view.permute(*order, *range(len(order), view.dim())) if order else view
-
-
-def _meet(one: Box, other: Box) -> Box | None:
-    """What two boxes have in common."""
-    start = tuple(map(max, one.start, other.start))
-    ends = zip(one.start, one.shape, other.start, other.shape, strict=True)
-    shape = tuple(min(a + n, b + m) - lo for (a, n, b, m), lo in zip(ends, start, strict=True))
-    return Box(start, shape) if all(n > 0 for n in shape) else None
 
 
 def _span(box: Box, at: int, common: Box) -> tuple[int, int]:

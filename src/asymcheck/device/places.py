@@ -22,7 +22,7 @@ from asymcheck.device.tensors import (
     new_tensor,
 )
 from asymcheck.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from asymcheck.planning.pieces import Piece, flat_range, uncovered
+from asymcheck.planning.pieces import Piece, flat_range, uncovered, whole_piece
 from asymcheck.storage.index import TREE_KEY, Index, Leaf
 
 
@@ -161,7 +161,7 @@ class Places:
         self._written[memory] = stored.key
         if is_dtensor(tensor):
             piece = shard_of(key, tensor).piece
-        self._send(key, stored, mine, piece or Piece(stored.shape, (0,) * len(stored.shape)))
+        self._send(key, stored, mine, piece or whole_piece(stored.shape))
         return None
 
     def _send(self, key: str, stored: Stored, mine: torch.Tensor, want: Piece) -> None:
@@ -244,7 +244,7 @@ def _whole(key: str, parts: Sequence[tuple[Index, Leaf]]) -> Stored:
 
 
 def _piece(leaf: Leaf) -> Piece:
-    return leaf.piece or Piece(leaf.shape, (0,) * len(leaf.shape))
+    return leaf.piece or whole_piece(leaf.shape)
 
 
 def _sink(

@@ -12,7 +12,7 @@ import xxhash
 from asymcheck.device.leaves import Source, Spec, as_piece
 from asymcheck.device.sharding import Copies, local
 from asymcheck.device.tensors import as_bytes
-from asymcheck.planning.pieces import Piece, flat_range, share
+from asymcheck.planning.pieces import Piece, flat_range, share, whole_piece
 
 _SAMPLES = 16
 """At least so many elements of a tensor are compared, where it has them."""
@@ -85,7 +85,7 @@ def _divide(specs: Sequence[Spec]) -> dict[int, _Cut | None]:
 
 def _cut(spec: Spec, start_bytes: int, stop_bytes: int) -> _Cut | None:
     """The part of a leaf from one byte to another; ``None`` where it holds no element."""
-    piece = spec.piece or Piece(spec.shape, (0,) * len(spec.shape))
+    piece = spec.piece or whole_piece(spec.shape)
     if stop_bytes - start_bytes == spec.nbytes:
         return _Cut(as_piece(spec, piece), None)
     start, stop = start_bytes // spec.itemsize, stop_bytes // spec.itemsize

@@ -31,6 +31,11 @@ class Copies(NamedTuple):
     mine: int
 
 
+def copies_of_all(rank: int, world: int) -> Copies:
+    """Of what each rank of a world has alike."""
+    return Copies(tuple(range(world)), rank)
+
+
 class Shard(NamedTuple):
     """What of an array a rank has.
 
@@ -201,7 +206,7 @@ class Replication(NamedTuple):
 
 def replication_of(module: torch.nn.Module, rank: int, world: int) -> Replication:
     """Find the wrappers in a module whose group is all ranks."""
-    every = Copies(tuple(range(world)), rank)
+    every = copies_of_all(rank, world)
     first = Copies((0,), 0 if rank == 0 else -1)
     found = []
     if world > 1:

@@ -25,7 +25,7 @@ import torch
 from asymcheck.device import rng
 from asymcheck.device.items import Finish, Restoring, StatefulItem
 from asymcheck.device.places import Places
-from asymcheck.device.sharding import Copies
+from asymcheck.device.sharding import Copies, copies_of_all
 from asymcheck.device.tree import Decoder, Json
 from asymcheck.errors import CheckpointError, IncompatibleCheckpoint
 from asymcheck.storage.index import Index
@@ -49,7 +49,7 @@ class World(NamedTuple):
     @property
     def copies(self) -> Copies | None:
         """Of what is equal on all of them."""
-        return Copies(tuple(range(self.size)), self.rank) if self.size > 1 else None
+        return copies_of_all(self.rank, self.size) if self.size > 1 else None
 
 
 class Saved:

@@ -41,6 +41,11 @@ class Piece(NamedTuple):
     start: tuple[int, ...] | int
 
 
+def whole_piece(shape: Sequence[int]) -> Piece:
+    """All of a whole of this shape, as the one piece of it."""
+    return Piece(tuple(shape), (0,) * len(shape))
+
+
 class Box(NamedTuple):
     """A box of a whole: the offset and the size in each dimension."""
 
@@ -188,7 +193,7 @@ def overlaps(
     # A range that is written as a box is one box already; only a true flat range is cut.
     for mine, have_at in boxes(have, have_shape):
         for theirs, want_at in boxes(want, want_shape):
-            shared = _intersection(mine, theirs)
+            shared = meet(mine, theirs)
             if shared is None:
                 continue
             found.append(
@@ -212,7 +217,8 @@ def _distance(start: Sequence[int], to: Sequence[int], strides: Sequence[int]) -
     return sum((b - a) * s for a, b, s in zip(start, to, strides, strict=True))
 
 
-def _intersection(a: Box, b: Box) -> Box | None:
+def meet(a: Box, b: Box) -> Box | None:
+    """What two boxes of one whole have in common; ``None`` where that is nothing."""
     start, shape = [], []
     for i, n, j, m in zip(a.start, a.shape, b.start, b.shape, strict=True):
         lo, hi = max(i, j), min(i + n, j + m)
@@ -294,7 +300,7 @@ def _hole(region: Box, among: Sequence[Box], looks: list[int]) -> Box | None:
     A grid of n boxes takes about n log n looks; ``looks`` counts down, and below 0 it gives up.
     """
     looks[0] -= len(among)
-    found = [box for b in among if (box := _intersection(b, region)) is not None]
+    found = [box for b in among if (box := meet(b, region)) is not None]
     if not found:
         return region
     if region in found or looks[0] < 0:

@@ -18,7 +18,7 @@ from asymcheck.device.items import Finish, ModuleItem, Params, Restoring, member
 from asymcheck.device.leaves import Collector
 from asymcheck.device.naming import escape
 from asymcheck.device.optimizer import OptimizerItem
-from asymcheck.device.sharding import Copies, Replication
+from asymcheck.device.sharding import Replication, copies_of_all
 from asymcheck.device.tree import Decoder, Encoder, Json
 from asymcheck.errors import StateError
 from asymcheck.integrations.deepspeed.moments import MomentsItem
@@ -184,7 +184,7 @@ class EngineItem(ModuleItem):
 
 def _replication(rank: int, world: int) -> Replication:
     """All ranks have all of what ZeRO does not divide; buffers are each rank's own."""
-    every = Copies(tuple(range(world)), rank)
+    every = copies_of_all(rank, world)
     return Replication(every, every, (("", frozenset(), False),) if world > 1 else ())
 
 
