@@ -264,9 +264,8 @@ class Repository:
         whole: it follows from the indexes, so it can be written again.
         """
         name = manifest_name(at)
-        if is_there(self.store, at):
-            with suppress(ObjectNotFound, CorruptCheckpoint):
-                return parse_manifest(read_all(self.store, name), name)
+        with suppress(ObjectNotFound, CorruptCheckpoint):
+            return parse_manifest(read_all(self.store, name), name)
         return None
 
     def missing_ranks(self, at: CheckpointId, world: int) -> dict[int, str]:
