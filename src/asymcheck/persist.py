@@ -145,17 +145,9 @@ def _find_committed(repository: Repository, capture: Capture) -> Durable | None:
     except (NoCheckpoint, CorruptCheckpoint):
         return None
     stored = manifest.indexes[capture.rank][0].nbytes + sum(p.nbytes for p in index.packs)
-    return Durable(
-        step=capture.at.step,
-        attempt=capture.at.attempt,
-        raw_bytes=capture.raw_bytes,
-        stored_bytes=stored,
-        persist_s=0.0,
-        durable_s=perf_counter() - capture.boundary_s,
-        cpu_s=0.0,
-        fidelity=manifest.fidelity,
-        base=manifest.base.at.step if manifest.base else 0,
-    )
+    base = manifest.base.at if manifest.base else None
+    found = _report(capture, stored, cpu_s=0.0, fidelity=manifest.fidelity, base=base)
+    return replace(found, durable_s=perf_counter() - capture.boundary_s)
 
 
 def write_checkpoint(
@@ -265,18 +257,37 @@ def write_checkpoint(
     apply_retention(repository, at, retention, sink, chooser.base)
     if not callable(image):
         chooser.finish(capture, encoder, flushed, image)
-    found = Durable(
-        step=at.step,
-        attempt=at.attempt,
-        raw_bytes=capture.raw_bytes,
-        stored_bytes=manifest.stored_bytes,
-        persist_s=done_s - start_s,
-        durable_s=done_s - capture.boundary_s,
+    found = _report(
+        capture,
+        manifest.stored_bytes,
         cpu_s=thread_time() - cpu_s,
         fidelity=fidelity,
-        base=encoder.base.step if encoder.base else 0,
+        base=encoder.base,
     )
+    found = replace(found, persist_s=done_s - start_s, durable_s=done_s - capture.boundary_s)
     return _with_costs(found, flushed, encoder)
+
+
+def _report(
+    capture: Capture,
+    stored_bytes: int,
+    *,
+    cpu_s: float,
+    fidelity: str,
+    base: CheckpointId | None,
+) -> Durable:
+    """What a checkpoint came to, without the times that are known at its end."""
+    return Durable(
+        step=capture.at.step,
+        attempt=capture.at.attempt,
+        raw_bytes=capture.raw_bytes,
+        stored_bytes=stored_bytes,
+        persist_s=0.0,
+        durable_s=0.0,
+        cpu_s=cpu_s,
+        fidelity=fidelity,
+        base=base.step if base else 0,
+    )
 
 
 def _with_costs(durable: Durable, flushed: Flushed, encoder: Encoder) -> Durable:
@@ -291,17 +302,9 @@ def _with_costs(durable: Durable, flushed: Flushed, encoder: Encoder) -> Durable
 
 
 def _stored(capture: Capture, index: Index, data: bytes, begun_s: float, cpu_s: float) -> Stored:
-    part = Durable(
-        step=capture.at.step,
-        attempt=capture.at.attempt,
-        raw_bytes=capture.raw_bytes,
-        stored_bytes=len(data) + sum(pack.nbytes for pack in index.packs),
-        persist_s=0.0,
-        durable_s=0.0,
-        cpu_s=cpu_s,
-        fidelity=index.fidelity,
-        base=index.base.at.step if index.base else 0,
-    )
+    stored = len(data) + sum(pack.nbytes for pack in index.packs)
+    base = index.base.at if index.base else None
+    part = _report(capture, stored, cpu_s=cpu_s, fidelity=index.fidelity, base=base)
     return Stored(capture.rank, capture.world, capture.boundary_s, begun_s, part)
 
 
