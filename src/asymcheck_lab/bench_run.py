@@ -216,11 +216,10 @@ def measure(spec: RunSpec, timed: Callable[[], None] = lambda: None) -> dict[str
 
 
 def _join(spec: RunSpec) -> None:
-    import torch.distributed as dist
+    from asymcheck_lab.rivals.base import join_ranks
 
-    meeting = Path(spec.folder).with_name("rendezvous").resolve().as_uri()
     os.environ["LOCAL_RANK"] = str(spec.rank)
-    dist.init_process_group("gloo", init_method=meeting, rank=spec.rank, world_size=spec.ranks)
+    join_ranks(Path(spec.folder), spec.rank, spec.ranks)
 
 
 class _Run:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
@@ -196,10 +197,18 @@ def state_of(job: Job) -> dict[str, Any]:
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The live state dict of a model, each tensor once, by its first name."""
+    again = _further_names(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in again}
+
+
+@lru_cache(maxsize=2)  # of a run: the model that is trained, and the one that is loaded into
+def _further_names(model: torch.nn.Module) -> frozenset[str]:
+    """Names of tensors that have another one before. To look for them takes milliseconds, which at
+    each save would be counted as the system's own.
+    """
     again = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     again |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    again -= {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in again}
+    return frozenset(again - {n for n, _ in (*model.named_parameters(), *model.named_buffers())})
 
 
 def ranks() -> int:
@@ -214,12 +223,18 @@ def is_engine(model: Any) -> bool:  # noqa: ANN401  DeepSpeed's class is known t
     return hasattr(model, "zero_optimization_stage")
 
 
-def join_alone(job: Job) -> None:
-    """Make a process group of this process alone, for systems that ask for one."""
+def join_ranks(folder: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Make a process group: of this process alone, for systems that ask for one, or of several.
+
+    Args:
+        folder: Of a run's checkpoints; ranks meet in a file beside it.
+        rank: This one.
+        ranks: How many there are.
+    """
     import torch.distributed as dist
 
-    meeting = job.folder.with_name("rendezvous").resolve().as_uri()
-    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    meeting = folder.with_name("rendezvous").resolve().as_uri()
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
 
 
 def fsync(path: Path) -> None:

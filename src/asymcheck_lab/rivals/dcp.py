@@ -17,7 +17,7 @@ from asymcheck_lab.rivals.base import (
     System,
     fsync,
     is_engine,
-    join_alone,
+    join_ranks,
     ranks,
     state_of,
     weights_of,
@@ -101,7 +101,7 @@ class DcpAsync(Dcp, Behind):
             os.environ["MASTER_ADDR"] = "127.0.0.1"
             self._is_alone = ranks() == 1
         if self._is_alone:
-            join_alone(self.job)
+            join_ranks(self.job.folder)
         elif ranks() > 1:
             # Its collectives run beside those of the training, which must not mix with them.
             self._group = dist.new_group(backend="gloo")

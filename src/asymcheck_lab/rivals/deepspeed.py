@@ -13,7 +13,7 @@ from asymcheck_lab.rivals.base import (
     fsync,
     fsync_tree,
     is_engine,
-    join_alone,
+    join_ranks,
 )
 
 
@@ -35,7 +35,7 @@ class DeepSpeed(System):
             self._engine = self.job.model
             return
         os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
-        join_alone(self.job)
+        join_ranks(self.job.folder)
         self._engine = _engine(self.job)
 
     def after_update(self, step: int, *, due: bool) -> None:

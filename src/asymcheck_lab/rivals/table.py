@@ -228,7 +228,7 @@ RANK_SYSTEMS: tuple[str, ...] = (
     OURS,
     "asymcheck-thread",
     SYNC_RIVAL,
-    "dcp-thread",
+    DEFAULT_RIVAL,
     "dcp-process",
     "dcp-stager",
     "dcp-process-stager",
