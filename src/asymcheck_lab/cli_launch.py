@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from asymcheck_lab.errors import UsageError
-from asymcheck_lab.launch import Host, read_hosts, usual_ranks
+from asymcheck_lab.launch import Host, is_launched, read_hosts, usual_ranks
 
 
 def hosts_of(parallel: str, device: str, ranks: int | None, hostfile: Path | None) -> list[Host]:
@@ -33,8 +33,8 @@ def hosts_of(parallel: str, device: str, ranks: int | None, hostfile: Path | Non
         return []
     if hostfile is not None and ranks is not None:
         raise UsageError("ranks: expected none with a hostfile, which has slots, found one")
-    world = os.environ.get("WORLD_SIZE")
-    if "RANK" in os.environ and world is not None:
+    if is_launched():
+        world = os.environ["WORLD_SIZE"]
         if hostfile is not None:
             raise UsageError(
                 "hostfile: expected none under a launcher, which has its own, found one"

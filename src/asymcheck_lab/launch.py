@@ -62,6 +62,11 @@ def read_hosts(path: Path) -> list[Host]:
     return hosts
 
 
+def is_launched() -> bool:
+    """Whether a launcher such as ``torchrun`` or ``deepspeed`` started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def usual_ranks(device: str) -> int:
     """Ranks on this host where none are asked for: one for each GPU, two on a CPU."""
     if device == "cpu":

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from asymcheck_lab.errors import UsageError
+from asymcheck_lab.launch import is_launched
 
 _LIMIT = timedelta(minutes=5)
 
@@ -47,11 +48,6 @@ class World:
         found: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(found, mine)
         return found
-
-
-def is_launched() -> bool:
-    """Whether a launcher such as ``torchrun`` or ``deepspeed`` started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @contextmanager
