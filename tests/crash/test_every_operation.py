@@ -8,13 +8,11 @@ a restart over a half-saved step. Each state says which save it belongs to.
 
 from __future__ import annotations
 
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -39,15 +37,6 @@ N_PARTS = 4
 PARTS = pytest.mark.parametrize("part", range(N_PARTS))
 
 CHANGING = {"write", "create", "delete", "sweep", "prepare"}
-
-
-@pytest.fixture
-def quick_path() -> Iterator[Path]:
-    """A directory in memory where there is such: what is really synced is not the point here."""
-    memory = Path("/dev/shm")
-    usable = memory.is_dir() and os.access(memory, os.W_OK)
-    with TemporaryDirectory(prefix="asymcheck-test-", dir=memory if usable else None) as made:
-        yield Path(made)
 
 
 @pytest.fixture(autouse=True)

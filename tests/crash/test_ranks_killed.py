@@ -7,9 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 
 import pytest
@@ -52,15 +50,6 @@ class NoSync(Files):
 
     def fsync_dir(self, path: Path) -> None:
         pass
-
-
-@pytest.fixture
-def quick_path() -> Iterator[Path]:
-    """A directory in memory where there is such."""
-    memory = Path("/dev/shm")
-    usable = memory.is_dir() and os.access(memory, os.W_OK)
-    with TemporaryDirectory(prefix="asymcheck-test-", dir=memory if usable else None) as made:
-        yield Path(made)
 
 
 @pytest.fixture(autouse=True)
