@@ -136,8 +136,8 @@ class Alone:
         return work()
 
     def ask(self, what: What, step: int, why: str) -> None:
-        """See ``Ranks``; one rank decides without asking."""
-        raise NotImplementedError(what)
+        """See ``Ranks``; nobody calls it, since one rank decides without asking."""
+        raise AssertionError(f"{what}: a world of one was asked")
 
     def look(self, step: int) -> Sequence[Announcement]:
         """See ``Ranks``."""

@@ -262,8 +262,8 @@ class State:
 
         return RestorePlan(places, to.matching, finish, saved.spoken())
 
-    def _plan_items(self, trees: dict[str, Json], to: Restoring, world: Saved) -> list[Finish]:
-        saved, finishes = trees, []
+    def _plan_items(self, saved: dict[str, Json], to: Restoring, world: Saved) -> list[Finish]:
+        finishes = []
         to.matching.missing_keys += [name for name in self._items if name not in saved]
         to.matching.unexpected_keys += [name for name in saved if name not in self._items]
         for name, item in self._items.items():
