@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 RIVALS := .venv/.rivals
+SERVERS := .venv/.servers
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-extra check bench bench-engine gpu format clean
@@ -13,7 +14,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/pytest -n 2 -m "not slow and not extra"
 
-test-extra: $(RIVALS)
+test-extra: $(RIVALS) $(SERVERS)
 	@.ci/browser
 	$(BIN)/pytest -n 2 --dist loadgroup -m "extra and not slow"
 
@@ -48,15 +49,21 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	@echo "installing into .venv: the first time this takes minutes, most of them for torch"
 	$(PIP) torch
-	$(PIP) -e ".[lab,dev]"
+	$(PIP) -e ".[lab,dev,s3,hdfs,peers]"
 	@touch $@
 
 # The systems of others that benchmarks compare: two to three minutes, 550 MB. The last one lies
 # apart, because every process that finds it imports it: it registers with torchrun.
 $(RIVALS): $(STAMP)
 	@echo "installing the systems of others: this takes two to three minutes"
-	$(PIP) -e ".[lab,dev,rivals]"
+	$(PIP) -e ".[lab,dev,s3,hdfs,peers,rivals]"
 	$(PIP) --no-deps --upgrade --target .venv/rivals "lm-resiliency>=0.2"
+	@touch $@
+
+# The servers that tests start: object storage, name and data nodes.
+$(SERVERS): $(STAMP)
+	@echo "installing the servers that tests start: this takes a minute"
+	$(PIP) -e ".[lab,dev,s3,hdfs,peers,servers]"
 	@touch $@
 
 clean:

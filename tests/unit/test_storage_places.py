@@ -617,8 +617,9 @@ def test_a_file_system_that_cannot_sync_directories_is_used_as_it_is(
     ("url", "message"),
     [
         ("fil:///tmp/x", "did you mean 'file'"),
-        ("s3+file:///tmp/x", "found 's3'"),
-        ("file:///tmp/x?at=1", "expected no options"),
+        ("gopher+file:///tmp/x", "found 'gopher'"),
+        ("file:///tmp/x?at=1", "expected no options but 'scope', found \\['at'\\]"),
+        ("file:///tmp/x?scope=all", "scope: expected 'shared' or 'node', found 'all'"),
         ("memory://x?size=1", "expected no options"),
         ("faulty+memory://x?att=1", "did you mean 'at'"),
         ("faulty+memory://x?at=one", "at: expected an integer"),
@@ -630,3 +631,10 @@ def test_a_file_system_that_cannot_sync_directories_is_used_as_it_is(
 def test_a_url_that_means_nothing_is_refused_with_the_nearest(url: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         open_store(url)
+
+
+def test_a_directory_of_each_host_says_so_in_its_url(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}?scope=node")
+    assert store.capabilities.scope == "node"
+    assert open_store(store.url).capabilities == store.capabilities
+    assert open_store(str(tmp_path)).capabilities.scope == "shared"

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 from urllib.parse import quote
 
 from asymcheck.errors import ObjectNotFound, OptionError, StoreError
@@ -136,11 +136,16 @@ class LocalStore:
     Args:
         root: The directory; made absolute at once, ``~`` is expanded.
         files: The system calls; tests bring their own.
+        scope: ``node`` where each host has a directory of its own under that path.
     """
 
-    capabilities = Capabilities(durability="fsync", reads_survive_delete=True)
-
-    def __init__(self, root: str | os.PathLike[str], files: Files | None = None) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        files: Files | None = None,
+        scope: Literal["shared", "node"] = "shared",
+    ) -> None:
+        self.capabilities = Capabilities(durability="fsync", reads_survive_delete=True, scope=scope)
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
         self._files = files or Files()
         self._direct = hasattr(os, "O_DIRECT")
@@ -149,7 +154,8 @@ class LocalStore:
     @property
     def url(self) -> str:
         """See ``Store``."""
-        return "file://" + quote(str(self.root), errors="surrogateescape")
+        query = "" if self.capabilities.scope == "shared" else f"?scope={self.capabilities.scope}"
+        return "file://" + quote(str(self.root), errors="surrogateescape") + query
 
     def prepare(self) -> None:
         """See ``Store``."""
@@ -454,10 +460,13 @@ def open_local(target: str, options: dict[str, str]) -> LocalStore:
     """Factory of the ``file`` scheme.
 
     Raises:
-        OptionError: It is no path, or there are options.
+        OptionError: It is no path, or there are options that it does not have.
     """
-    if options:
-        raise OptionError(f"file://{target}: expected no options, found {sorted(options)}")
+    scope = options.get("scope", "shared")
+    if unknown := sorted(options.keys() - {"scope"}):
+        raise OptionError(f"file://{target}: expected no options but 'scope', found {unknown}")
+    if scope not in ("shared", "node"):
+        raise OptionError(f"file://{target}: scope: expected 'shared' or 'node', found {scope!r}")
     if not target or "\0" in target:
         raise OptionError(f"root: expected a directory, found {target!r}")
-    return LocalStore(target)
+    return LocalStore(target, scope="node" if scope == "node" else "shared")

@@ -42,10 +42,18 @@ class Capabilities:
         durability: What an object survives once ``write`` has returned: ``fsync`` a power
             cut, ``replicated`` the loss of one host, ``none`` only this process.
         reads_survive_delete: Whether an open object stays readable after its deletion.
+        scope: ``shared`` where every host that opens the URL meets the same objects, ``node``
+            where each host has its own. Whoever opens the store says so: a directory cannot tell.
+        conditional_create: Whether the medium itself lets exactly one ``create`` succeed;
+            elsewhere the store makes it so by other means, which it documents.
+        connections: How many objects are worth reading or writing at the same time.
     """
 
     durability: Literal["fsync", "replicated", "none"]
     reads_survive_delete: bool
+    scope: Literal["shared", "node"] = "shared"
+    conditional_create: bool = True
+    connections: int = 1
 
 
 class Readable(Protocol):
