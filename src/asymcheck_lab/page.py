@@ -288,7 +288,7 @@ def _about(cell: CellRows) -> str:
     if widest is not None and not can_tell_apart(widest.count):
         parts.append(f"{count_text(widest.count, 'round')} cannot tell systems apart.")
     if cell.left_out:
-        parts.append(f"{count_text(cell.left_out, 'record')} of older sessions left out.")
+        parts.append(f"{count_text(cell.left_out, 'record')} of other sessions left out.")
     return " ".join(parts)
 
 

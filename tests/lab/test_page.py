@@ -201,7 +201,19 @@ def test_only_the_newest_session_of_a_cell_is_shown_and_the_page_says_what_is_no
         record["session"] = "2026-11-01T00:00:00+00:00"
     page, *_ = write_page([results(tmp_path, old + new)], tmp_path)
     assert cell_of(tmp_path, old + new).left_out == 10
-    assert "10 records of older sessions left out" in read(page).text
+    assert "10 records of other sessions left out" in read(page).text
+
+
+def test_a_newer_session_of_too_few_rounds_does_not_hide_one_that_tells_systems_apart(
+    tmp_path: Path, bench_record: Record
+) -> None:
+    old = rounds(bench_record, asymcheck={}, rival={})
+    for record in old:
+        record["session"] = "2026-11-01T00:00:00+00:00"
+    new = [record for record in rounds(bench_record, asymcheck={}) if record["round"] == 1]
+    cell = cell_of(tmp_path, old + new)
+    assert (cell.rounds, cell.left_out) == (5, len(new))
+    assert row_of(cell, "rival").runs
 
 
 # --- comparing --------------------------------------------------------------
