@@ -282,6 +282,6 @@ def _seconds(options: dict[str, str]) -> float:
         found = float(text)
     except ValueError:
         found = math.nan
-    if not 0.1 <= found <= 3600:
-        raise OptionError(f"timeout_s: expected 0.1 to 3600 seconds, found {text!r}")
+    if not 1 <= found <= 3600:
+        raise OptionError(f"timeout_s: expected 1 to 3600 seconds, found {text!r}")
     return found
