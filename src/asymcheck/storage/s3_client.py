@@ -363,8 +363,15 @@ def _is_transient(answer: Refused | StoreError) -> bool:
 
 def _run(loop: _Loop) -> None:
     asyncio.set_event_loop(loop)
+    loop.set_exception_handler(_told)
     loop.run_forever()
     loop.close()
+
+
+def _told(loop: asyncio.AbstractEventLoop, said: dict[str, Any]) -> None:
+    """What nobody waits for. A connection that the end of the interpreter closes is no news."""
+    message = str(said.get("message"))
+    _log.log(logging.DEBUG if message.startswith("Unclosed") else logging.WARNING, "%s", message)
 
 
 def _end(pid: int, loop: _Loop, connection: _Connection) -> None:
