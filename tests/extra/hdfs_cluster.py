@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,13 +17,15 @@ import tempfile
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 HADOOP = "2.7.3"
 _SOURCE = "pyspark==2.4.8"
+_NAME_NODE = "org.apache.hadoop.hdfs.server.namenode.NameNode"
+_DATA_NODE = "org.apache.hadoop.hdfs.server.datanode.DataNode"
 _WAIT_S = 60.0
 _JARS = """
     hadoop-hdfs-2 hadoop-common-2 hadoop-auth-2 hadoop-annotations-2 jetty-6 jetty-util-6
@@ -151,7 +154,7 @@ class HdfsCluster:
         try:
             self._configure("name", {})
             done = subprocess.run(
-                self._command("name", "namenode.NameNode", "-format", "-nonInteractive"),
+                self._command("name", _NAME_NODE, "-format", "-nonInteractive"),
                 check=False,
                 capture_output=True,
                 timeout=_WAIT_S,
@@ -178,7 +181,7 @@ class HdfsCluster:
 
     def start_name_node(self) -> None:
         """Start it; see ``wait_until_writable``."""
-        self._start("name", "namenode.NameNode")
+        self._start("name", _NAME_NODE)
 
     def kill_name_node(self) -> None:
         """SIGKILL; what clients were told stays on its disk."""
@@ -196,7 +199,7 @@ class HdfsCluster:
                 "dfs.datanode.data.dir": f"file://{self.folder}/data{node}/blocks",
             },
         )
-        self._start(f"data{node}", "datanode.DataNode")
+        self._start(f"data{node}", _DATA_NODE)
 
     def kill_data_node(self, node: int) -> None:
         """SIGKILL."""
@@ -204,11 +207,33 @@ class HdfsCluster:
 
     def pause_name_node(self) -> None:
         """SIGSTOP: it accepts connections and does not answer."""
-        self._running["name"].send_signal(19)
+        self._running["name"].send_signal(signal.SIGSTOP)
 
     def resume_name_node(self) -> None:
         """SIGCONT."""
-        self._running["name"].send_signal(18)
+        self._running["name"].send_signal(signal.SIGCONT)
+
+    def mend(self) -> None:
+        """Start what was killed, and wait until all is as it was."""
+        nodes = [n for n in range(len(self._ports)) if f"data{n}" not in self._running]
+        for node in nodes:
+            self.start_data_node(node)
+        if "name" not in self._running:
+            self.start_name_node()
+            nodes.append(-1)
+        if nodes:
+            self.wait_until_writable()
+
+    def run_admin(self, *arguments: str) -> None:
+        """A command of ``hdfs dfsadmin``."""
+        main = "org.apache.hadoop.hdfs.tools.DFSAdmin"
+        done = subprocess.run(
+            self._command("name", main, *arguments),
+            check=False,
+            capture_output=True,
+            timeout=_WAIT_S,
+        )
+        assert done.returncode == 0, done.stderr.decode()[-4000:]
 
     def wait_until_writable(self) -> None:
         """Until the name node has left safe mode and knows every data node that runs."""
@@ -274,7 +299,6 @@ class HdfsCluster:
     def _command(self, name: str, main: str, *arguments: str) -> list[str]:
         path = [self.folder / name / "conf", self.folder / "web", *sorted(self._jars.glob("*.jar"))]
         classes = ":".join(map(str, path))
-        main = f"org.apache.hadoop.hdfs.server.{main}"
         ends_with_us = [found, "--pdeathsig", "KILL"] if (found := shutil.which("setpriv")) else []
         return [*ends_with_us, self._java, *_FLAGS.split(), "-cp", classes, main, *arguments]
 
@@ -295,9 +319,3 @@ class HdfsCluster:
 
     def _log_of(self, name: str) -> str:
         return (self.folder / name / "log").read_text(errors="replace")[-4000:]
-
-
-def running_cluster(folder: Path) -> Iterator[HdfsCluster]:
-    """For a fixture: a cluster, ended afterwards."""
-    with HdfsCluster(folder) as cluster:
-        yield cluster

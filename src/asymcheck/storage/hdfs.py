@@ -54,6 +54,10 @@ _MEANINGS = (
 T = TypeVar("T")
 
 _callers = Callers("asymcheck-hdfs")
+_clients: dict[tuple[int, str, str, Settings], Files] = {}
+"""By process, since a fork cannot use its parent's. Kept for ever: the end of one waits for threads
+of its own, which a fork does not have and an overdue call holds.
+"""
 
 
 class _SweptError(Exception):
@@ -89,7 +93,6 @@ class HdfsStore:
         self._authority = authority
         self._root = path.rstrip("/")
         self._settings = settings
-        self._clients: dict[int, Files] = {}  # by process: a fork's cannot use its parent's
 
     @property
     def url(self) -> str:
@@ -300,11 +303,11 @@ class HdfsStore:
             raise self._error(action, path, told + hint, retryable) from failure
 
     def _files(self) -> Files:
-        here = os.getpid()
-        if here not in self._clients:
+        key = (os.getpid(), self._scheme, self._authority, self._settings)
+        if key not in _clients:
             kind = NativeFiles if self._scheme == "hdfs" else WebFiles
-            self._clients[here] = kind(self._authority, self._settings)
-        return self._clients[here]
+            _clients.setdefault(key, kind(self._authority, self._settings))
+        return _clients[key]
 
     def _reach(self) -> str:
         """How far one gets towards the name node."""
