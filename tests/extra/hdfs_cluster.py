@@ -19,6 +19,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,15 @@ class HdfsCluster:
     def url(self) -> str:
         """The name node, without a path."""
         return f"hdfs://127.0.0.1:{self.port}"
+
+    @cached_property
+    def client(self) -> Any:
+        """A client of its own. It lives as long as this: its end waits for its threads, for ever
+        in a fork.
+        """
+        import hdfs_native
+
+        return hdfs_native.Client(self.url)
 
     def root(self) -> str:
         """A URL that no test has used."""

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -221,11 +222,10 @@ def test_the_name_node_killed_in_the_middle_of_a_save_costs_that_save(
     job = Job(root, side=1500, persist="process")
     job.train(1)
     job.save()
-    temps = f"{root.partition('?')[0]}/{TEMP_FOLDER}"
-    watching = client(cluster)
+    temps = f"{path_of(root)}/{TEMP_FOLDER}"
     job.train(2)
     job.checkpointer.save(2)
-    until(lambda: any(watching.list_status(temps.removeprefix(cluster.url))), "a pack is written")
+    until(lambda: any(cluster.client.list_status(temps)), "a pack is written")
     cluster.kill_name_node()
     with pytest.raises(StoreError, match=f"127.0.0.1:{cluster.port}") as caught:
         job.checkpointer.wait(TIMEOUT_S)
@@ -245,10 +245,8 @@ def test_the_name_node_killed_in_the_middle_of_a_save_costs_that_save(
     assert not any(e.name.startswith(TEMP_FOLDER) for e in open_store(root).list())
 
 
-def client(cluster: HdfsCluster) -> Any:
-    import hdfs_native
-
-    return hdfs_native.Client(cluster.url)
+def path_of(root: str) -> str:
+    return urlsplit(root).path
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -461,8 +459,7 @@ def test_a_quota_is_what_is_free_and_what_is_full(cluster: HdfsCluster) -> None:
     store = open_store(root)
     store.write("a", [b"first"])
     assert store.free_bytes() is None
-    path = root.partition("?")[0].removeprefix(cluster.url)
-    cluster.run_admin("-setSpaceQuota", str(4 * MIB), path)
+    cluster.run_admin("-setSpaceQuota", str(4 * MIB), path_of(root))
     assert store.free_bytes() == 4 * MIB - 5
     with pytest.raises(StoreError, match="the quota is used up") as caught:
         store.write("big", [bytes(8 * MIB)])

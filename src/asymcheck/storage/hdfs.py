@@ -38,6 +38,7 @@ _TRIES = 3
 _CLEANUP_S = 5.0
 _REACH_S = 2.0
 _ASSUMED_REPLICATION = 3  # of servers whose default is not known
+_IN_THE_WAY = "a file is where a folder should be: move it"
 _RANGES = {"replication": (1, 512), "block_mib": (1, 1 << 16), "timeout_s": (1, 3600)}
 _DATA_NODE = re.compile("DataTransferError|IO error|Connection refused")
 _MEANINGS = (
@@ -46,7 +47,7 @@ _MEANINGS = (
     ("SafeMode", "the name node is starting, or an operator has locked it", True),
     ("Quota", "the quota is used up: free some space or lower keep_last", True),
     ("only be replicated to|only be written to", "no data node is alive, or none has room", True),
-    ("NotDirectory|must both be dir|not a directory", "move what is in the way", False),
+    ("NotDirectory|must both be dir|not a directory", _IN_THE_WAY, False),
     ("No NameNode hosts", "no such name service: give HOST:PORT, or its configuration", False),
 )
 """What a server may say, what that means, and whether the same call may succeed later."""
@@ -231,9 +232,7 @@ class HdfsStore:
         try:
             self._call(action, folder, lambda files: files.mkdirs(folder), FileExistsError)
         except FileExistsError:
-            raise self._error(
-                action, folder, "a file is where a folder should be: move it", retryable=False
-            ) from None
+            raise self._error(action, folder, _IN_THE_WAY, retryable=False) from None
 
     def _delete(self, action: str, path: str, at_most_s: float = math.inf) -> bool:
         """Remove a file, or a folder where it is empty; whether there was one."""
