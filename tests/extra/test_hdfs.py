@@ -342,7 +342,13 @@ def test_a_write_whose_temporary_file_is_swept_says_so(cluster: HdfsCluster) -> 
 
 def test_of_several_claimers_each_gets_its_own_attempt(cluster: HdfsCluster) -> None:
     root = cluster.root()
-    run = create_repository(open_store(root)).run
+
+    def create(say: Callable[[object], None]) -> None:
+        say(create_repository(open_store(root)).run)
+
+    # Not here: forks of a process that has just read find its connections, and wait until they
+    # see that they cannot use them.
+    (run,) = Child(create).wait().check()
 
     def claim(say: Callable[[object], None]) -> None:
         try:
