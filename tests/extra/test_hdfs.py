@@ -210,6 +210,7 @@ def test_a_data_node_killed_in_the_middle_of_a_save_costs_at_most_that_save(
     until(job.train_and_save, "the name node gives out living nodes only")
     assert assert_whole(root)[-1] == job.at
     job.checkpointer.close()
+    cluster.mend()
     again = Job(root, side=1500)
     assert again.at == job.at
     assert_same(again.values(), job.values())
@@ -341,7 +342,7 @@ def test_a_write_whose_temporary_file_is_swept_says_so(cluster: HdfsCluster) -> 
 
 
 def test_of_several_claimers_each_gets_its_own_attempt(cluster: HdfsCluster) -> None:
-    root = cluster.root()
+    root = f"{cluster.root()}?timeout_s=10"
 
     def create(say: Callable[[object], None]) -> None:
         say(create_repository(open_store(root)).run)
@@ -368,7 +369,7 @@ def test_of_several_claimers_each_gets_its_own_attempt(cluster: HdfsCluster) -> 
 
 
 def test_a_fork_of_a_process_that_uses_the_store_can_use_it_too(cluster: HdfsCluster) -> None:
-    store = open_store(cluster.root())
+    store = open_store(f"{cluster.root()}?timeout_s=10")
     store.write("a", [bytes(MIB)])
     assert len(read_all(store, "a")) == MIB
 
