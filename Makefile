@@ -16,6 +16,7 @@ test: $(STAMP)
 
 test-extra: $(RIVALS) $(SERVERS)
 	@.ci/browser
+	@.ci/java
 	$(BIN)/pytest -n 2 --dist loadgroup -m "extra and not slow"
 
 check: $(STAMP)
