@@ -29,6 +29,7 @@ from asymcheck.planning.cadence import Cadence, Never
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.selection import Fidelity
 from asymcheck.planning.strategies import Strategy
+from asymcheck.planning.tiers import HasUrl, Tier
 from asymcheck.ranks import Announcement, alike
 from asymcheck.recovery import RestoreReport, TornRestore, restore
 from asymcheck.storage.store import Store
@@ -82,7 +83,10 @@ class Checkpointer(RootWriter):
             ``torch.distributed`` is initialized, ``alone`` for this process whatever there is.
         replicated: Names in ``state`` of which all ranks hold the same, written once; what is
             in ``DistributedDataParallel`` is known without. See ``docs/distributed.md``.
-        timeout_s: How long a rank waits for another before all raise ``RankFailed``.
+        timeout_s: How long a rank waits for another before all raise ``RankFailed``, and for a
+            tier at the start.
+        tiers: Further places for copies, nearest first: each a ``Tier``, or a directory or URL.
+            See ``docs/tiers.md``.
 
     Raises:
         OptionError: An argument is wrong, or the root holds something else.
@@ -115,6 +119,7 @@ class Checkpointer(RootWriter):
         ranks: Literal["alone"] | ProcessGroup | None = None,
         replicated: Sequence[str] = (),
         timeout_s: float = 60.0,
+        tiers: Sequence[str | os.PathLike[str] | HasUrl | Tier] = (),
     ) -> None:
         super().__init__()
         self._timeout_s = options.seconds("timeout_s", timeout_s)
@@ -135,6 +140,7 @@ class Checkpointer(RootWriter):
                 self._sink = self._tracer = Tracer(path, self._sink, self._strategy)
             self._outcomes = Outcomes(on_error, self._timekeeper, self._tracer)
             self._store = options.as_store(root)
+            self._tiers = options.as_tiers(tiers, self._store)
             self._persist = who_persists(persist, root, self._store)
             rank, world = self._ranks.rank, self._ranks.world
             objects = adopt_engines(options.named_objects(state), rank, world)

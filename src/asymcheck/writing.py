@@ -27,6 +27,7 @@ from asymcheck.outcomes import Outcomes, warn
 from asymcheck.persister import is_own_memory, start_persister
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.strategies import Strategy
+from asymcheck.planning.tiers import Tier
 from asymcheck.ranks import Ranks
 from asymcheck.snapshotter import Snapshotter
 from asymcheck.storage.repository import Repository, create_repository, open_repository
@@ -52,6 +53,7 @@ class RootWriter:
     _outcomes: Outcomes
     _state: State
     _store: Store
+    _tiers: tuple[tuple[Tier, Store], ...]
     _persist: Literal["process", "thread"]
 
     def __init__(self) -> None:

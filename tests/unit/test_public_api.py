@@ -22,6 +22,7 @@ SURFACE = {
     "StoreError",
     "Strategy",
     "SupersededWriter",
+    "Tier",
     "strategies",
 }
 METHODS = {"restore", "steps", "step", "save", "fence", "update", "wait", "close"}
@@ -42,6 +43,7 @@ OPTIONS = {
     "sink",
     "fidelity",
     "trace",
+    "tiers",
 }
 
 
