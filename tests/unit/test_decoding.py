@@ -541,7 +541,7 @@ def test_a_delta_that_is_open_keeps_what_it_stands_on(
     repository: Repository, store: MemoryStore
 ) -> None:
     star(repository, TWO)
-    with open_checkpoint(store, TWO) as opened:
+    with create_repository(store).open(TWO) as opened:
         commit(repository, THREE, values(3))
         repository.retain(THREE, Retention(keep_last=1))
         repository.finish()

@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 
 from asymcheck.errors import (
     CorruptCheckpoint,
@@ -38,6 +38,8 @@ from asymcheck.storage.committing import (
     read_indexes,
     uncommitted,
 )
+from asymcheck.storage.copies import Place
+from asymcheck.storage.hierarchy import RECORD_BYTES, Hierarchy
 from asymcheck.storage.index import Index, dump_index
 from asymcheck.storage.listing import (
     Listing,
@@ -45,7 +47,6 @@ from asymcheck.storage.listing import (
     is_there,
     same_checkpoint,
     sizes_at,
-    survey,
     wrong_length,
 )
 from asymcheck.storage.manifest import (
@@ -57,7 +58,6 @@ from asymcheck.storage.manifest import (
     check_format_line,
     dump_attempt,
     make_manifest,
-    parse_attempt,
     parse_manifest,
     standing_of,
 )
@@ -69,22 +69,20 @@ from asymcheck.storage.names import (
     attempt_name,
     index_name,
     manifest_name,
-    parse_attempt_name,
     parse_name,
     step_folder,
 )
-from asymcheck.storage.reader import OpenCheckpoint, open_checkpoint
 from asymcheck.storage.sealed import Fields, seal, unseal
 from asymcheck.storage.store import Store, delete_each, read_all, write_whole
 
 _log = logging.getLogger(__name__)
 
 _STARTS = 1000  # more jobs than will ever start at the same moment
-_RECORD_BYTES = 1 << 16  # more than any attempt record, RUN.json or FORMAT needs
 
 
-class Repository:
-    """The checkpoints under one root. Calls block; several threads may commit and retain.
+class Repository(Hierarchy):
+    """The checkpoints under one root: a hierarchy of one place, and writing. Calls block; several
+    threads may commit and retain.
 
     Get one from ``open_repository`` or ``create_repository``.
 
@@ -94,76 +92,11 @@ class Repository:
     """
 
     def __init__(self, store: Store, run: str) -> None:
+        super().__init__([Place(store.url, store)], run)
         self.store = store
-        self.run = run
         self._condemned: list[str] = []
         self._removing = threading.Lock()
         self.claims: list[Attempt] = []
-
-    # --- reading ------------------------------------------------------------
-
-    def survey(self) -> Listing:
-        """List the store and read every manifest; see ``listing.survey``."""
-        return survey(self.store, self.run)
-
-    def parents(self, *, unreadable_too: bool = False) -> dict[int, CheckpointId | None]:
-        """What each attempt continued from; a damaged record counts as nothing.
-
-        Args:
-            unreadable_too: Whether one that the medium cannot read does as well. Good for
-                reading only: a writer could take it for the start of another tree.
-        """
-        found: dict[int, CheckpointId | None] = {}
-        for number in self._attempt_numbers():
-            try:
-                record = self.attempt(number)
-            except (CorruptCheckpoint, ObjectNotFound):
-                found[number] = None
-            except StoreError as failure:
-                if failure.retryable or not unreadable_too:
-                    raise
-                found[number] = None
-            else:
-                found[number] = record.parent
-        return found
-
-    def attempt(self, number: int) -> Attempt:
-        """The record of an attempt.
-
-        Raises:
-            ObjectNotFound: There is none.
-            CorruptCheckpoint: It is damaged.
-        """
-        name = attempt_name(number)
-        found = parse_attempt(read_all(self.store, name, _RECORD_BYTES), name)
-        if found.number != number:
-            raise CorruptCheckpoint(name, f"it is the record of attempt {found.number}")
-        return found
-
-    def newest_attempt(self) -> int:
-        """The greatest attempt number that was claimed, 0 where there is none."""
-        return max(self._attempt_numbers(), default=0)
-
-    def lineage(
-        self, listing: Listing | None = None, attempt: int | None = None
-    ) -> list[CheckpointId]:
-        """The checkpoints to resume from, oldest first: those that led to the newest one.
-
-        Those of branches that were left behind by rewinding are not among them.
-
-        Args:
-            listing: What is there, where that is known already.
-            attempt: Whose lineage; ``None`` for that of the newest checkpoint.
-        """
-        committed = (listing or self.survey()).committed
-        if not committed:
-            return []
-        parents = self.parents(unreadable_too=attempt is None)
-        return lineage_of(attempt or max(committed).attempt, parents, committed)
-
-    def open(self, at: CheckpointId) -> AbstractContextManager[OpenCheckpoint]:
-        """Open a checkpoint for reading; see ``open_checkpoint``."""
-        return open_checkpoint(self.store, at)
 
     # --- writing ------------------------------------------------------------
 
@@ -414,10 +347,6 @@ class Repository:
         if failure is not None:
             raise failure
 
-    def _attempt_numbers(self) -> list[int]:
-        found = (parse_attempt_name(e.name) for e in self.store.list(ATTEMPTS_FOLDER))
-        return [number for number in found if number is not None]
-
 
 # --- opening ----------------------------------------------------------------
 
@@ -482,7 +411,7 @@ def _read_at_top(store: Store, name: str) -> tuple[bytes | None, list[str]]:
     found: bytes | None = None
     for last in (False, True):
         with suppress(ObjectNotFound):
-            found = read_all(store, name, _RECORD_BYTES)
+            found = read_all(store, name, RECORD_BYTES)
         if found or last:
             break
         for entry in store.list():  # the place may hold millions
