@@ -178,12 +178,18 @@ def _read_base(store: Store, at: CheckpointId) -> Manifest:
 # --- looking ----------------------------------------------------------------
 
 
-def survey(store: Store, run: str) -> Listing:
+def survey(store: Store, run: str, known: dict[str, Manifest] | None = None) -> Listing:
     """List the store and read every manifest; blocks.
 
     A listing is no snapshot: beside a writer that commits and removes it may show nothing
     at all. So it is made again when something on it was gone, or when it showed nothing
     and an earlier one was different.
+
+    Args:
+        store: Where.
+        run: Whose checkpoints count.
+        known: Manifests by name that were read before, which never change; those that are read
+            now are added.
 
     Raises:
         StoreError: The medium failed. One manifest that cannot be read, and will not be
@@ -192,14 +198,16 @@ def survey(store: Store, run: str) -> Listing:
     before: dict[str, int] | None = None
     for _ in range(_LOOKS):
         sizes = {e.name: e.nbytes for e in store.list()}
-        listing, settled = _read_manifests(store, run, sizes)
+        listing, settled = _read_manifests(store, run, sizes, known)
         if settled and (listing.committed or sizes == before):
             break
         before = sizes
     return listing
 
 
-def _read_manifests(store: Store, run: str, sizes: Mapping[str, int]) -> tuple[Listing, bool]:
+def _read_manifests(
+    store: Store, run: str, sizes: Mapping[str, int], known: dict[str, Manifest] | None
+) -> tuple[Listing, bool]:
     """What the objects of those names and sizes are, and whether all were still there."""
     settled = True
     committed: dict[CheckpointId, Manifest] = {}
@@ -211,7 +219,7 @@ def _read_manifests(store: Store, run: str, sizes: Mapping[str, int]) -> tuple[L
         if parsed is None or parsed.kind != "manifest":
             continue
         try:
-            manifest = parse_manifest(read_all(store, name), name)
+            manifest = _read_manifest(store, name, known)
         except ObjectNotFound:
             settled = False
             continue
@@ -260,6 +268,15 @@ def _read_manifests(store: Store, run: str, sizes: Mapping[str, int]) -> tuple[L
         sorted(leftovers),
     )
     return listing, settled
+
+
+def _read_manifest(store: Store, name: str, known: dict[str, Manifest] | None) -> Manifest:
+    found = None if known is None else known.get(name)
+    if found is None:
+        found = parse_manifest(read_all(store, name), name)
+        if known is not None:
+            known[name] = found
+    return found
 
 
 def _has_changed(store: Store, delta: Manifest) -> bool:

@@ -13,21 +13,20 @@ import os
 import socket
 import threading
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 
 from asymcheck.errors import (
     CorruptCheckpoint,
     NoCheckpoint,
     ObjectNotFound,
-    OptionError,
     RecoveryError,
     StoreError,
     SupersededWriter,
 )
 from asymcheck.planning.retention import (
     CheckpointId,
+    Parents,
     Retention,
     abandoned_by,
     lineage_of,
@@ -50,11 +49,9 @@ from asymcheck.storage.listing import (
 )
 from asymcheck.storage.manifest import (
     EXACT,
-    FORMAT_LINE,
     Attempt,
     Base,
     Manifest,
-    check_format_line,
     dump_attempt,
     make_manifest,
     parse_attempt,
@@ -63,9 +60,7 @@ from asymcheck.storage.manifest import (
 )
 from asymcheck.storage.names import (
     ATTEMPTS_FOLDER,
-    FORMAT_NAME,
     MAX_ATTEMPT,
-    RUN_NAME,
     attempt_name,
     index_name,
     manifest_name,
@@ -74,13 +69,21 @@ from asymcheck.storage.names import (
     step_folder,
 )
 from asymcheck.storage.reader import OpenCheckpoint, open_checkpoint
-from asymcheck.storage.sealed import Fields, seal, unseal
+from asymcheck.storage.runs import RECORD_BYTES, make_run, read_run
 from asymcheck.storage.store import Store, delete_each, read_all, write_whole
 
 _log = logging.getLogger(__name__)
 
 _STARTS = 1000  # more jobs than will ever start at the same moment
-_RECORD_BYTES = 1 << 16  # more than any attempt record, RUN.json or FORMAT needs
+
+
+Hold = Callable[[Listing, Parents], Iterable[CheckpointId]]
+"""Which committed checkpoints must not go yet."""
+
+
+def nothing_held(listing: Listing, parents: Parents) -> Iterable[CheckpointId]:
+    """Leaves retention free."""
+    return ()
 
 
 class Repository:
@@ -91,6 +94,8 @@ class Repository:
     Attributes:
         claims: Attempts that this writer has tried to take since the latest one that it got,
             that one included: a record of theirs is no newer job.
+        hold: Says what retention leaves for now, whatever it keeps.
+        known: Manifests that were read before, where each read is dear; ``None`` to read anew.
     """
 
     def __init__(self, store: Store, run: str) -> None:
@@ -99,12 +104,14 @@ class Repository:
         self._condemned: list[str] = []
         self._removing = threading.Lock()
         self.claims: list[Attempt] = []
+        self.hold: Hold = nothing_held
+        self.known: dict[str, Manifest] | None = None
 
     # --- reading ------------------------------------------------------------
 
     def survey(self) -> Listing:
         """List the store and read every manifest; see ``listing.survey``."""
-        return survey(self.store, self.run)
+        return survey(self.store, self.run, self.known)
 
     def parents(self, *, unreadable_too: bool = False) -> dict[int, CheckpointId | None]:
         """What each attempt continued from; a damaged record counts as nothing.
@@ -114,7 +121,7 @@ class Repository:
                 reading only: a writer could take it for the start of another tree.
         """
         found: dict[int, CheckpointId | None] = {}
-        for number in self._attempt_numbers():
+        for number in self.attempt_numbers():
             try:
                 record = self.attempt(number)
             except (CorruptCheckpoint, ObjectNotFound):
@@ -135,14 +142,14 @@ class Repository:
             CorruptCheckpoint: It is damaged.
         """
         name = attempt_name(number)
-        found = parse_attempt(read_all(self.store, name, _RECORD_BYTES), name)
+        found = parse_attempt(read_all(self.store, name, RECORD_BYTES), name)
         if found.number != number:
             raise CorruptCheckpoint(name, f"it is the record of attempt {found.number}")
         return found
 
     def newest_attempt(self) -> int:
         """The greatest attempt number that was claimed, 0 where there is none."""
-        return max(self._attempt_numbers(), default=0)
+        return max(self.attempt_numbers(), default=0)
 
     def lineage(
         self, listing: Listing | None = None, attempt: int | None = None
@@ -167,7 +174,16 @@ class Repository:
 
     # --- writing ------------------------------------------------------------
 
-    def claim(self, parent: CheckpointId | None) -> Attempt:
+    def greatest_attempt(self) -> int:
+        """The greatest number that any record or any object of a checkpoint has.
+
+        Not only the records count: they may have been removed, and a number that some checkpoint
+        has is never given again.
+        """
+        named = [n.at.attempt for e in self.store.list() if (n := parse_name(e.name))]
+        return max([self.newest_attempt(), *named])
+
+    def claim(self, parent: CheckpointId | None, above: int = 0) -> Attempt:
         """Become the writer of this root: take the next attempt number.
 
         What earlier attempts left half-written is removed, as far as the store lets it. Their
@@ -175,14 +191,12 @@ class Repository:
 
         Args:
             parent: The checkpoint that this attempt continues from.
+            above: The greatest number that was given elsewhere.
 
         Raises:
             StoreError: The number could not be taken.
         """
-        # Not only the records count: they may have been removed, and a number that some
-        # checkpoint has is never given again.
-        named = [n.at.attempt for e in self.store.list() if (n := parse_name(e.name))]
-        last = max([self.newest_attempt(), *named])
+        last = max(self.greatest_attempt(), above)
         for number in range(last + 1, min(last + _STARTS, MAX_ATTEMPT) + 1):
             attempt = Attempt(number, parent, socket.gethostname(), os.getpid(), time.time())
             self.claims.append(attempt)
@@ -353,6 +367,7 @@ class Repository:
             listing, parents = self.survey(), self.parents()
             lineage = lineage_of(newest.attempt, parents, listing.committed)
             kept = retention.kept(lineage, {at: m.metrics for at, m in listing.committed.items()})
+            kept |= frozenset(self.hold(listing, parents))
             gone = [c for c in lineage if c not in kept]
             gone += abandoned_by(newest.attempt, parents, listing.committed)
             gone = listing.spare_bases([c for c in gone if c != base])
@@ -414,7 +429,8 @@ class Repository:
         if failure is not None:
             raise failure
 
-    def _attempt_numbers(self) -> list[int]:
+    def attempt_numbers(self) -> list[int]:
+        """The numbers of all records, in any order."""
         found = (parse_attempt_name(e.name) for e in self.store.list(ATTEMPTS_FOLDER))
         return [number for number in found if number is not None]
 
@@ -431,26 +447,15 @@ def open_repository(store: Store) -> Repository:
         CorruptCheckpoint: Its ``FORMAT`` or ``RUN.json`` is damaged.
         IncompatibleCheckpoint: It is of a version that is not known here.
     """
-    line, names = _read_at_top(store, FORMAT_NAME)
-    if not line and not names:
-        raise NoCheckpoint(f"{store.url}: there is no checkpoint yet")
-    if line is None:
-        raise OptionError(
-            f"{store.url}: expected an empty place or an asymcheck repository, found {names}; "
-            f"choose another root, for instance a new sub-directory"
-        )
-    check_format_line(line, f"{store.url}/{FORMAT_NAME}")
-    where = f"{store.url}/{RUN_NAME}"
-    record, names = _read_at_top(store, RUN_NAME)
-    if not record and names == [FORMAT_NAME]:
-        raise NoCheckpoint(f"{store.url}: there is no checkpoint yet")
-    if record is None:
-        raise CorruptCheckpoint(where, "missing, so its checkpoints belong to no run")
-    return Repository(store, Fields(unseal(record, where), where, ("run",)).text("run"))
+    return Repository(store, read_run(store))
 
 
-def create_repository(store: Store) -> Repository:
+def create_repository(store: Store, run: str | None = None) -> Repository:
     """Open what is there, or make a new repository in an empty place.
+
+    Args:
+        store: The place.
+        run: Id of the run whose copies it shall hold; ``None`` makes one.
 
     Raises:
         OptionError: The place holds something else; nothing was changed.
@@ -459,36 +464,5 @@ def create_repository(store: Store) -> Repository:
     try:
         return open_repository(store)
     except NoCheckpoint:
-        store.prepare()
-        # RUN.json last: while it is missing, the place still counts as empty.
-        _make(store, FORMAT_NAME, FORMAT_LINE.encode("ascii"))
-        _make(store, RUN_NAME, seal({"run": uuid.uuid4().hex}))
+        make_run(store, run)
         return open_repository(store)
-
-
-def _make(store: Store, name: str, data: bytes) -> None:
-    # Without hard links an object takes its name empty. Where its content does not follow, and
-    # nothing else lies beside it, its maker was killed, and it holds nothing that could be lost.
-    if not store.create(name, data) and not read_all(store, name):
-        time.sleep(2)  # its maker may be about to fill it
-        if not read_all(store, name):
-            store.delete(name)
-            store.create(name, data)
-
-
-def _read_at_top(store: Store, name: str) -> tuple[bytes | None, list[str]]:
-    """An object at the top; where it is empty or missing also what else is there, sorted."""
-    names: set[str] = set()
-    found: bytes | None = None
-    for last in (False, True):
-        with suppress(ObjectNotFound):
-            found = read_all(store, name, _RECORD_BYTES)
-        if found or last:
-            break
-        for entry in store.list():  # the place may hold millions
-            if entry.nbytes or entry.name not in (FORMAT_NAME, RUN_NAME):
-                names.add(entry.name.partition("/")[0])
-            if len(names) == 5:
-                break
-        # Another process may just be making it: look again, now that the rest was listed.
-    return found, sorted(names)
