@@ -165,7 +165,7 @@ def as_tiers(tiers: object, home: Store) -> tuple[tuple[Tier, Store], ...]:
         store = as_store(tier.url)  # type: ignore[arg-type]
         if _place(store) in places:
             raise OptionError(
-                f"tiers: {tier.label} is the same place as {places[_place(store)]}: give each tier a "
+                f"tiers: {tier.label} is the same place as {places[_place(store)]}: give each a "
                 f"place of its own"
             )
         if tier.label in names:
@@ -174,6 +174,19 @@ def as_tiers(tiers: object, home: Store) -> tuple[tuple[Tier, Store], ...]:
         names.add(tier.label)
         found.append((tier, store))
     return tuple(found)
+
+
+def a_tier(name: object, tiers: Iterable[tuple[Tier, Store]]) -> str:
+    """``name``, when one of the tiers has it.
+
+    Raises:
+        OptionError: None has; names the nearest.
+    """
+    known = [tier.label for tier, _ in tiers]
+    if name not in known:
+        hint = nearest(name, known) if isinstance(name, str) else ""
+        raise OptionError(f"tier: expected one of {known}, found {name!r:.80}{hint}")
+    return str(name)
 
 
 def _place(store: Store) -> str:

@@ -34,6 +34,7 @@ from asymcheck.ranks import Announcement, alike
 from asymcheck.recovery import RestoreReport, TornRestore, restore
 from asymcheck.storage.store import Store
 from asymcheck.termination import Termination
+from asymcheck.tiering import TierBoard, TierState
 from asymcheck.timekeeping import Timekeeper
 from asymcheck.tracing import Tracer
 from asymcheck.writing import RootWriter
@@ -41,7 +42,7 @@ from asymcheck.writing import RootWriter
 if TYPE_CHECKING:  # not every build of torch has it
     from torch.distributed import ProcessGroup
 
-__all__ = ["Checkpointer", "Handle", "RestoreReport", "SaveReport"]
+__all__ = ["Checkpointer", "Handle", "RestoreReport", "SaveReport", "TierState"]
 
 
 class Checkpointer(RootWriter):
@@ -141,7 +142,8 @@ class Checkpointer(RootWriter):
             self._outcomes = Outcomes(on_error, self._timekeeper, self._tracer)
             self._store = options.as_store(root)
             self._tiers = options.as_tiers(tiers, self._store)
-            self._persist = who_persists(persist, root, self._store)
+            self._board = TierBoard([tier.label for tier, _ in self._tiers])
+            self._persist = who_persists(persist, root, self._store, self._tiers)
             rank, world = self._ranks.rank, self._ranks.world
             objects = adopt_engines(options.named_objects(state), rank, world)
             names = options.names_of("replicated", replicated, objects)
@@ -369,21 +371,32 @@ class Checkpointer(RootWriter):
         self.fence()
         yield
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wait(self, timeout_s: float | None = None, *, tier: str | None = None) -> bool:
         """Wait until every save so far is durable or failed, and the newest is in the store.
 
         Args:
             timeout_s: How long at most; ``None`` without end.
+            tier: Name of a tier that the newest goes to as well, whether it is due there or not;
+                it is waited for as long once more.
 
         Returns:
-            Whether all are done.
+            Whether all are done, and the newest is in that tier.
 
         Raises:
             CheckpointError: The first background failure that was not raised yet.
         """
         self._check_process()
         limit_s = None if timeout_s is None else options.seconds("timeout_s", timeout_s)
-        return self._settle(limit_s)
+        names = [] if tier is None else [options.a_tier(tier, self._tiers)]
+        done = self._settle(limit_s)
+        return all([done, *(self._await_tier(name, limit_s) for name in names)])
+
+    def tier_states(self) -> tuple[TierState, ...]:
+        """How far each tier is behind, and what was done for it, nearest first; never blocks.
+
+        Copies are made by rank 0, which knows; other ranks know the names alone.
+        """
+        return self._board.states()
 
     def close(self) -> None:
         """Drain within ``grace_s``, end the thread, raise the first background failure.

@@ -24,7 +24,7 @@ from asymcheck.handles import Handle
 from asymcheck.handover import take_over
 from asymcheck.memory.arena import SHARED_MEMORY, Arena
 from asymcheck.outcomes import Outcomes, warn
-from asymcheck.persister import is_own_memory, start_persister
+from asymcheck.persister import Persister, is_own_memory, start_persister
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.strategies import Strategy
 from asymcheck.planning.tiers import Tier
@@ -32,7 +32,11 @@ from asymcheck.ranks import Ranks
 from asymcheck.snapshotter import Snapshotter
 from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.store import Store
+from asymcheck.tiering import TierBoard, Tiers, hold_for
 from asymcheck.tracing import Tracer
+
+_ENDLESS_S = 1e8
+_TIMES_ASKED = 4  # tiers at the most in one call, which other ranks wait for
 
 
 class RootWriter:
@@ -54,11 +58,14 @@ class RootWriter:
     _state: State
     _store: Store
     _tiers: tuple[tuple[Tier, Store], ...]
+    _board: TierBoard
+    _at_start: Tiers
     _persist: Literal["process", "thread"]
 
     def __init__(self) -> None:
         self._repository: Repository | None = None
         self._snapshotter: Snapshotter | None = None
+        self._persister: Persister | None = None
         self._attempt: int | None = None
         self._latest_step = 0
         self._closed = False
@@ -90,7 +97,13 @@ class RootWriter:
 
     def _open_repository(self) -> Repository | None:
         if not self._read_only and self._ranks.rank == 0:
-            return create_repository(self._store)
+            # A new host with an empty home goes on with the run that its tiers hold.
+            self._at_start = Tiers(self._tiers, self._timeout_s / _TIMES_ASKED, warn)
+            run = self._at_start.run()
+            repository = create_repository(self._store, run)
+            self._at_start.check(repository.run, run)
+            repository.hold = hold_for(self._at_start.standings)
+            return repository
         try:
             return open_repository(self._store)
         except NoCheckpoint:
@@ -124,7 +137,7 @@ class RootWriter:
         if self._read_only:
             return
         self._attempt = self._ranks.first(
-            "claiming the root", lambda: self._existing().claim(parent).number
+            "claiming the root", lambda: self._at_start.claim(self._existing(), parent).number
         )
         self._capturing()  # a persister that is started now is there at the first save
 
@@ -184,7 +197,10 @@ class RootWriter:
                 self._grace_s,
                 self._strategy,
                 self._timeout_s,
+                self._tiers if self._ranks.rank == 0 else (),
+                self._board,
             )
+            self._persister = persister
             self._snapshotter = Snapshotter(
                 self._state,
                 self._strategy,
@@ -270,6 +286,8 @@ class RootWriter:
         """What failed behind the training since the latest call; warns of what was dropped."""
         if self._snapshotter is not None:
             self._outcomes.pending += self._snapshotter.late()
+        for message in self._board.complaints():
+            warn(message)
         failure = self._outcomes.failure(self._snapshotter, self._agreed.dropped)
         for step, why in self._outcomes.take_drops():
             self._agreed.drop(step, why, self._latest_step)
@@ -299,11 +317,23 @@ class RootWriter:
         # Some may have to wait for what others never stored, as long as that takes to be sure.
         return self._agreed.meet("wait", self._settled, self._timeout_s + (limit_s or 0.0))
 
+    def _await_tier(self, name: str, limit_s: float | None) -> bool:
+        """Have the newest go to a tier, and wait until it is there; rank 0 does both."""
+
+        def there() -> bool:
+            persister = self._persister
+            if self._ranks.rank or persister is None:
+                return self._ranks.rank > 0
+            return self._board.await_served(name, persister.ask_tiers(), limit_s)
+
+        longest_s = _ENDLESS_S if limit_s is None else limit_s
+        return all(self._ranks.each(f"waiting for tier {name}", there, longest_s))
+
     # --- the end ----------------------------------------------------------------------
 
     def _forget(self) -> None:
         """What it started was closed for another one that writes the root from now on."""
-        self._snapshotter = None
+        self._snapshotter = self._persister = None
 
     def _end(self) -> bool:
         """Drain within ``grace_s`` and give back what was started, without a word to other ranks;
@@ -313,6 +343,9 @@ class RootWriter:
             return False  # the checkpointer of the parent of a fork is not the child's to close
         in_time = self._snapshotter is None or self._snapshotter.close(self._grace_s)
         self._closed = True  # not before: a close that was interrupted can be made again
+        if self._snapshotter is not None and self._ranks.rank == 0:
+            for message in self._board.unfinished():
+                warn(message)
         if self._ending is not None:
             self._ending.over()
         self._settled()

@@ -25,7 +25,7 @@ SURFACE = {
     "Tier",
     "strategies",
 }
-METHODS = {"restore", "steps", "step", "save", "fence", "update", "wait", "close"}
+METHODS = {"restore", "steps", "step", "save", "fence", "update", "wait", "tier_states", "close"}
 OPTIONS = {
     "state",
     "strategy",

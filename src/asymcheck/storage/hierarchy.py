@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from asymcheck.errors import CorruptCheckpoint, ObjectNotFound, StoreError
 from asymcheck.planning.retention import CheckpointId, lineage_of
 from asymcheck.storage.copies import BadCopy, Copies, Place
-from asymcheck.storage.listing import Known, Listing, survey
-from asymcheck.storage.manifest import Attempt, parse_attempt
+from asymcheck.storage.listing import Listing, survey
+from asymcheck.storage.manifest import Attempt, Manifest, parse_attempt
 from asymcheck.storage.names import (
     ATTEMPTS_FOLDER,
     attempt_name,
@@ -21,9 +21,7 @@ from asymcheck.storage.names import (
     parse_attempt_name,
 )
 from asymcheck.storage.reader import OpenCheckpoint, open_checkpoint
-
-RECORD_BYTES = 1 << 16
-"""More than any attempt record, RUN.json or FORMAT needs."""
+from asymcheck.storage.runs import RECORD_BYTES
 
 
 class Hierarchy:
@@ -37,12 +35,13 @@ class Hierarchy:
     Attributes:
         run: Id of the run.
         copies: The objects, and notes of what was met while they were read.
+        known: Manifests that were read before, where each read is dear; ``None`` to read anew.
     """
 
     def __init__(self, places: Sequence[Place], run: str, limit_s: float = 60.0) -> None:
         self.run = run
         self.copies = Copies(places, limit_s)
-        self._known: Known = {}
+        self.known: dict[str, Manifest] | None = {} if len(places) > 1 else None
 
     @property
     def spoken(self) -> str:
@@ -51,7 +50,7 @@ class Hierarchy:
 
     def survey(self) -> Listing:
         """List every place and read every manifest; see ``listing.survey``."""
-        return survey(self.copies, self.run, self._known)
+        return survey(self.copies, self.run, self.known)
 
     def parents(self, *, unreadable_too: bool = False) -> dict[int, CheckpointId | None]:
         """What each attempt continued from; a damaged record counts as nothing.
@@ -61,7 +60,7 @@ class Hierarchy:
                 reading only: a writer could take it for the start of another tree.
         """
         found: dict[int, CheckpointId | None] = {}
-        for number in self._attempt_numbers():
+        for number in self.attempt_numbers():
             try:
                 record = self.attempt(number)
             except (CorruptCheckpoint, ObjectNotFound):
@@ -93,7 +92,7 @@ class Hierarchy:
 
     def newest_attempt(self) -> int:
         """The greatest attempt number that was claimed, 0 where there is none."""
-        return max(self._attempt_numbers(), default=0)
+        return max(self.attempt_numbers(), default=0)
 
     def lineage(
         self, listing: Listing | None = None, attempt: int | None = None
@@ -137,7 +136,8 @@ class Hierarchy:
                     why = f"{found} bytes, the manifest says {stored.nbytes}"
                     notes.add(BadCopy(place, stored.name, why, "damaged"))
 
-    def _attempt_numbers(self) -> list[int]:
+    def attempt_numbers(self) -> list[int]:
+        """The numbers of all records, ascending."""
         names = {name for sizes in self.copies.sizes(ATTEMPTS_FOLDER) for name in sizes}
         found = (parse_attempt_name(name) for name in names)
         return sorted(number for number in found if number is not None)

@@ -26,9 +26,6 @@ from asymcheck.storage.manifest import (
 from asymcheck.storage.names import manifest_name, parse_name, step_folder
 from asymcheck.storage.store import Store, read_all
 
-Known = dict[tuple[object, ...], Manifest]
-"""Manifests by their name and the size of each copy: read once, however often one looks."""
-
 _LOOKS = 100  # a bound; each look again means that a writer did something meanwhile
 
 
@@ -194,7 +191,7 @@ def _read_base(store: Store, at: CheckpointId) -> Manifest:
 # --- looking ----------------------------------------------------------------
 
 
-def survey(copies: Copies, run: str, known: Known) -> Listing:
+def survey(copies: Copies, run: str, known: dict[str, Manifest] | None = None) -> Listing:
     """List every place and read every manifest, of its copies the nearest that is whole; blocks.
 
     What several places have together is there: of a checkpoint each object has to lie somewhere.
@@ -202,6 +199,12 @@ def survey(copies: Copies, run: str, known: Known) -> Listing:
     A listing is no snapshot: beside a writer that commits and removes it may show nothing
     at all. So it is made again when something on it was gone, or when it showed nothing
     and an earlier one was different.
+
+    Args:
+        copies: Where.
+        run: Whose checkpoints count.
+        known: Manifests by name that were read before, which never change; those that are read
+            now are added.
 
     Raises:
         StoreError: The medium failed. One manifest that cannot be read, and will not be
@@ -218,7 +221,10 @@ def survey(copies: Copies, run: str, known: Known) -> Listing:
 
 
 def _read_manifests(
-    copies: Copies, run: str, sizes: Sequence[Mapping[str, int]], known: Known
+    copies: Copies,
+    run: str,
+    sizes: Sequence[Mapping[str, int]],
+    known: dict[str, Manifest] | None,
 ) -> tuple[Listing, bool]:
     """What the objects of those names and sizes are, and whether all were still there."""
     names = list(dict.fromkeys(name for size in sizes for name in size))
@@ -231,11 +237,8 @@ def _read_manifests(
         parsed = parse_name(name)
         if parsed is None or parsed.kind != "manifest":
             continue
-        as_listed = (name, *(size.get(name) for size in sizes))
         try:
-            manifest = known.get(as_listed) or read_manifest(copies, name)
-            if len(sizes) > 1:
-                known[as_listed] = manifest
+            manifest = _read_manifest(copies, name, known)
         except ObjectNotFound:
             settled = False
             continue
@@ -284,6 +287,15 @@ def _read_manifests(
         sorted(leftovers),
     )
     return listing, settled
+
+
+def _read_manifest(copies: Copies, name: str, known: dict[str, Manifest] | None) -> Manifest:
+    found = None if known is None else known.get(name)
+    if found is None:
+        found = read_manifest(copies, name)
+        if known is not None:
+            known[name] = found
+    return found
 
 
 def _has_changed(copies: Copies, delta: Manifest) -> bool:

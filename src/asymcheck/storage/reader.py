@@ -134,7 +134,7 @@ def _opened(
             raise CorruptCheckpoint(name, f"more than {MAX_BASES} deltas stand on one another")
         base = _opened_base(copies, manifest.base.at, stack, (*deltas, manifest))
     indexes = [
-        parse_index(read_hashed(copies, stored, expected), stored.name)
+        parse_index(read_same(copies, stored.name, expected, stored.nbytes), stored.name)
         for stored, expected in manifest.indexes
     ]
     check_indexes(manifest, indexes)
@@ -142,17 +142,15 @@ def _opened(
     return OpenCheckpoint(manifest, tuple(indexes), packs, base)
 
 
-def read_hashed(copies: Copies, stored: StoredObject, expected: str) -> bytes:
-    """The bytes of an index, which have that hash; blocks. Raises like ``Copies.read``."""
+def read_same(copies: Copies, name: str, expected: str, at_most: int = MAX_SEALED_BYTES) -> bytes:
+    """The bytes of a sealed object that have that hash; blocks. Raises like ``Copies.read``."""
 
     def checked(data: bytes) -> bytes:
         if digest(data) != expected:
-            raise CorruptCheckpoint(
-                stored.name, f"hash is {digest(data)}, the manifest says {expected}"
-            )
+            raise CorruptCheckpoint(name, f"hash is {digest(data)}, the manifest says {expected}")
         return data
 
-    return copies.read(stored.name, stored.nbytes, checked)
+    return copies.read(name, at_most, checked)
 
 
 def _opened_base(

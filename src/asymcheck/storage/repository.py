@@ -13,21 +13,20 @@ import os
 import socket
 import threading
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from asymcheck.errors import (
     CorruptCheckpoint,
     NoCheckpoint,
     ObjectNotFound,
-    OptionError,
     RecoveryError,
     StoreError,
     SupersededWriter,
 )
 from asymcheck.planning.retention import (
     CheckpointId,
+    Parents,
     Retention,
     abandoned_by,
     lineage_of,
@@ -39,7 +38,7 @@ from asymcheck.storage.committing import (
     uncommitted,
 )
 from asymcheck.storage.copies import Place
-from asymcheck.storage.hierarchy import RECORD_BYTES, Hierarchy
+from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.index import Index, dump_index
 from asymcheck.storage.listing import (
     Listing,
@@ -51,11 +50,9 @@ from asymcheck.storage.listing import (
 )
 from asymcheck.storage.manifest import (
     EXACT,
-    FORMAT_LINE,
     Attempt,
     Base,
     Manifest,
-    check_format_line,
     dump_attempt,
     make_manifest,
     parse_manifest,
@@ -63,21 +60,28 @@ from asymcheck.storage.manifest import (
 )
 from asymcheck.storage.names import (
     ATTEMPTS_FOLDER,
-    FORMAT_NAME,
     MAX_ATTEMPT,
-    RUN_NAME,
     attempt_name,
     index_name,
     manifest_name,
     parse_name,
     step_folder,
 )
-from asymcheck.storage.sealed import Fields, seal, unseal
+from asymcheck.storage.runs import make_run, read_run
 from asymcheck.storage.store import Store, delete_each, read_all, write_whole
 
 _log = logging.getLogger(__name__)
 
 _STARTS = 1000  # more jobs than will ever start at the same moment
+
+
+Hold = Callable[[Listing, Parents], Iterable[CheckpointId]]
+"""Which committed checkpoints must not go yet."""
+
+
+def nothing_held(listing: Listing, parents: Parents) -> Iterable[CheckpointId]:
+    """Leaves retention free."""
+    return ()
 
 
 class Repository(Hierarchy):
@@ -89,6 +93,7 @@ class Repository(Hierarchy):
     Attributes:
         claims: Attempts that this writer has tried to take since the latest one that it got,
             that one included: a record of theirs is no newer job.
+        hold: Says what retention leaves for now, whatever it keeps.
     """
 
     def __init__(self, store: Store, run: str) -> None:
@@ -97,10 +102,20 @@ class Repository(Hierarchy):
         self._condemned: list[str] = []
         self._removing = threading.Lock()
         self.claims: list[Attempt] = []
+        self.hold: Hold = nothing_held
 
     # --- writing ------------------------------------------------------------
 
-    def claim(self, parent: CheckpointId | None) -> Attempt:
+    def greatest_attempt(self) -> int:
+        """The greatest number that any record or any object of a checkpoint has.
+
+        Not only the records count: they may have been removed, and a number that some checkpoint
+        has is never given again.
+        """
+        named = [n.at.attempt for e in self.store.list() if (n := parse_name(e.name))]
+        return max([self.newest_attempt(), *named])
+
+    def claim(self, parent: CheckpointId | None, above: int = 0) -> Attempt:
         """Become the writer of this root: take the next attempt number.
 
         What earlier attempts left half-written is removed, as far as the store lets it. Their
@@ -108,14 +123,12 @@ class Repository(Hierarchy):
 
         Args:
             parent: The checkpoint that this attempt continues from.
+            above: The greatest number that was given elsewhere.
 
         Raises:
             StoreError: The number could not be taken.
         """
-        # Not only the records count: they may have been removed, and a number that some
-        # checkpoint has is never given again.
-        named = [n.at.attempt for e in self.store.list() if (n := parse_name(e.name))]
-        last = max([self.newest_attempt(), *named])
+        last = max(self.greatest_attempt(), above)
         for number in range(last + 1, min(last + _STARTS, MAX_ATTEMPT) + 1):
             attempt = Attempt(number, parent, socket.gethostname(), os.getpid(), time.time())
             self.claims.append(attempt)
@@ -286,6 +299,7 @@ class Repository(Hierarchy):
             listing, parents = self.survey(), self.parents()
             lineage = lineage_of(newest.attempt, parents, listing.committed)
             kept = retention.kept(lineage, {at: m.metrics for at, m in listing.committed.items()})
+            kept |= frozenset(self.hold(listing, parents))
             gone = [c for c in lineage if c not in kept]
             gone += abandoned_by(newest.attempt, parents, listing.committed)
             gone = listing.spare_bases([c for c in gone if c != base])
@@ -360,26 +374,15 @@ def open_repository(store: Store) -> Repository:
         CorruptCheckpoint: Its ``FORMAT`` or ``RUN.json`` is damaged.
         IncompatibleCheckpoint: It is of a version that is not known here.
     """
-    line, names = _read_at_top(store, FORMAT_NAME)
-    if not line and not names:
-        raise NoCheckpoint(f"{store.url}: there is no checkpoint yet")
-    if line is None:
-        raise OptionError(
-            f"{store.url}: expected an empty place or an asymcheck repository, found {names}; "
-            f"choose another root, for instance a new sub-directory"
-        )
-    check_format_line(line, f"{store.url}/{FORMAT_NAME}")
-    where = f"{store.url}/{RUN_NAME}"
-    record, names = _read_at_top(store, RUN_NAME)
-    if not record and names == [FORMAT_NAME]:
-        raise NoCheckpoint(f"{store.url}: there is no checkpoint yet")
-    if record is None:
-        raise CorruptCheckpoint(where, "missing, so its checkpoints belong to no run")
-    return Repository(store, Fields(unseal(record, where), where, ("run",)).text("run"))
+    return Repository(store, read_run(store))
 
 
-def create_repository(store: Store) -> Repository:
+def create_repository(store: Store, run: str | None = None) -> Repository:
     """Open what is there, or make a new repository in an empty place.
+
+    Args:
+        store: The place.
+        run: Id of the run whose copies it shall hold; ``None`` makes one.
 
     Raises:
         OptionError: The place holds something else; nothing was changed.
@@ -388,36 +391,5 @@ def create_repository(store: Store) -> Repository:
     try:
         return open_repository(store)
     except NoCheckpoint:
-        store.prepare()
-        # RUN.json last: while it is missing, the place still counts as empty.
-        _make(store, FORMAT_NAME, FORMAT_LINE.encode("ascii"))
-        _make(store, RUN_NAME, seal({"run": uuid.uuid4().hex}))
+        make_run(store, run)
         return open_repository(store)
-
-
-def _make(store: Store, name: str, data: bytes) -> None:
-    # Without hard links an object takes its name empty. Where its content does not follow, and
-    # nothing else lies beside it, its maker was killed, and it holds nothing that could be lost.
-    if not store.create(name, data) and not read_all(store, name):
-        time.sleep(2)  # its maker may be about to fill it
-        if not read_all(store, name):
-            store.delete(name)
-            store.create(name, data)
-
-
-def _read_at_top(store: Store, name: str) -> tuple[bytes | None, list[str]]:
-    """An object at the top; where it is empty or missing also what else is there, sorted."""
-    names: set[str] = set()
-    found: bytes | None = None
-    for last in (False, True):
-        with suppress(ObjectNotFound):
-            found = read_all(store, name, RECORD_BYTES)
-        if found or last:
-            break
-        for entry in store.list():  # the place may hold millions
-            if entry.nbytes or entry.name not in (FORMAT_NAME, RUN_NAME):
-                names.add(entry.name.partition("/")[0])
-            if len(names) == 5:
-                break
-        # Another process may just be making it: look again, now that the rest was listed.
-    return found, sorted(names)
