@@ -32,6 +32,7 @@ from asymcheck.planning.strategies import Strategy
 from asymcheck.planning.tiers import HasUrl, Tier
 from asymcheck.ranks import Announcement, alike
 from asymcheck.recovery import RestoreReport, TornRestore, restore
+from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.store import Store
 from asymcheck.termination import Termination
 from asymcheck.tiering import TierBoard, TierState
@@ -205,13 +206,15 @@ class Checkpointer(RootWriter):
                 raise OptionError("resume: expected 'auto' or 'must' with a step, found 'never'")
         self.wait()
         self._take_over()
+        hierarchy: Hierarchy | None = None
         if resume == "never":
             self.report = RestoreReport(step=0)
         else:
             torn, self._torn = self._torn, True  # until it is over: it may be interrupted
             try:
+                hierarchy = self._hierarchy()
                 self.report = restore(
-                    self._existing(),
+                    hierarchy,
                     self._state,
                     step=step,
                     strict=strict,
@@ -232,6 +235,8 @@ class Checkpointer(RootWriter):
         found = self.report
         parent = None if found.attempt is None else CheckpointId(found.attempt, found.step)
         self._start_attempt(parent)
+        if hierarchy is not None:
+            self.report = self._heal(hierarchy, found)
         self._timekeeper.begin(found.step)
         return found.step
 
@@ -243,7 +248,7 @@ class Checkpointer(RootWriter):
     def steps(self) -> list[int]:
         """Steps of the checkpoints that ``restore`` would choose from, oldest first."""
         try:
-            return [c.step for c in self._existing().lineage()]
+            return [c.step for c in self._hierarchy().lineage()]
         except NoCheckpoint:
             return []
 

@@ -15,6 +15,8 @@ from asymcheck.endings import Ending, settle_others
 from asymcheck.errors import (
     CaptureError,
     CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
     NoCheckpoint,
     OptionError,
     StoreError,
@@ -23,14 +25,20 @@ from asymcheck.events import Sink
 from asymcheck.handles import Handle
 from asymcheck.handover import take_over
 from asymcheck.memory.arena import SHARED_MEMORY, Arena
+from asymcheck.mending import in_words, mend
 from asymcheck.outcomes import Outcomes, warn
 from asymcheck.persister import Persister, is_own_memory, start_persister
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.strategies import Strategy
-from asymcheck.planning.tiers import Tier
+from asymcheck.planning.tiers import Tier, spoken_url
 from asymcheck.ranks import Ranks
+from asymcheck.recovery import RestoreReport
 from asymcheck.snapshotter import Snapshotter
+from asymcheck.storage.copies import Place
+from asymcheck.storage.healing import heal_top
+from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.repository import Repository, create_repository, open_repository
+from asymcheck.storage.runs import read_run
 from asymcheck.storage.store import Store
 from asymcheck.tiering import TierBoard, Tiers, hold_for
 from asymcheck.tracing import Tracer
@@ -100,7 +108,7 @@ class RootWriter:
             # A new host with an empty home goes on with the run that its tiers hold.
             self._at_start = Tiers(self._tiers, self._timeout_s / _TIMES_ASKED, warn)
             run = self._at_start.run()
-            repository = create_repository(self._store, run)
+            repository = self._made(run)
             self._at_start.check(repository.run, run)
             repository.hold = hold_for(self._at_start.standings)
             return repository
@@ -113,6 +121,60 @@ class RootWriter:
         if self._repository is None:
             self._repository = open_repository(self._store)
         return self._repository
+
+    def _made(self, run: str | None) -> Repository:
+        """The root; what says whose it is, is written anew where it is damaged and tiers know."""
+        try:
+            return create_repository(self._store, run)
+        except (CorruptCheckpoint, IncompatibleCheckpoint) as failure:
+            if run is None:
+                raise
+            places = self._places()
+            healed = heal_top(Hierarchy(places, run, self._timeout_s), places[0])
+            if not healed or any(found.why_not for found in healed):
+                raise
+            warn(f"{failure}: written anew from the tiers")
+            return open_repository(self._store)
+
+    def _places(self) -> list[Place]:
+        """Where copies lie, nearest first. A writer does without none of what its root has."""
+        home = Place(spoken_url(self._store.url), self._store, must_answer=not self._read_only)
+        return [home, *(Place(tier.label, store, must_answer=False) for tier, store in self._tiers)]
+
+    def _hierarchy(self) -> Hierarchy:
+        """The checkpoints of the root and of all tiers.
+
+        Raises:
+            NoCheckpoint: Nobody holds any.
+            StoreError: None is there, and a tier that may hold some cannot be reached.
+        """
+        if not self._tiers:
+            return self._existing()
+        return Hierarchy(self._places(), self._run(), self._timeout_s)
+
+    def _run(self) -> str:
+        failure: CheckpointError | None = None
+        try:
+            return self._existing().run
+        except NoCheckpoint as none:
+            failure = none
+        for _, store in self._tiers:  # only reading: nobody made the root
+            try:
+                return read_run(store)
+            except NoCheckpoint:
+                continue
+            except StoreError as bad:
+                failure = bad
+        raise failure
+
+    def _heal(self, hierarchy: Hierarchy, report: RestoreReport) -> RestoreReport:
+        """Write anew what a restore found damaged, and warn of it."""
+        if self._tiers:
+            exchange = None if self._read_only else self._ranks.exchange
+            report = mend(hierarchy, report, self._ranks.rank, self._ranks.world, exchange)
+            for message in in_words(report):
+                warn(message)
+        return report
 
     def _take_over(self) -> None:
         """Finish what others left: an older one of this process, a dead trainer of this run."""

@@ -36,7 +36,6 @@ from asymcheck.storage.local import LocalStore
 from asymcheck.storage.manifest import Base, make_manifest, parse_manifest
 from asymcheck.storage.memory import MemoryStore
 from asymcheck.storage.names import index_name, manifest_name, pack_name
-from asymcheck.storage.reader import open_checkpoint
 from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.sealed import digest
 from asymcheck.storage.store import Entry, read_all

@@ -52,6 +52,11 @@ class _HasPath(Protocol):
 _USER = re.compile(r"(?<=://)[^/?#]*@")
 
 
+def spoken_url(url: str) -> str:
+    """A URL without query and user, as it may stand in a message or a report."""
+    return _USER.sub("", url.partition("?")[0])
+
+
 @dataclass(frozen=True, slots=True)
 class Tier:
     """A further place for copies of the checkpoints of a run.
@@ -112,7 +117,7 @@ class Tier:
     def label(self) -> str:
         """How it is spoken of: its name, or where it is."""
         found = self.url if isinstance(self.url, str) else self.url.url
-        return self.name or _USER.sub("", found.partition("?")[0])
+        return self.name or spoken_url(found)
 
 
 class Saved(NamedTuple):

@@ -44,7 +44,7 @@ class BadCopy:
     """A copy that did not give what was committed.
 
     Attributes:
-        place: Name of the place.
+        tier: Name of the place.
         name: The object.
         why: What was found.
         kind: ``damaged`` where other bytes came, ``missing`` where none are there, ``unreadable``
@@ -52,22 +52,24 @@ class BadCopy:
         offset: Where the chunk begins in the object, where a chunk was read.
     """
 
-    place: str
+    tier: str
     name: str
     why: str
     kind: Literal["damaged", "missing", "unreadable"]
     offset: int | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Served:
     """What one place gave.
 
     Attributes:
+        tier: Name of the place.
         nbytes: Bytes that passed their check.
         duration_s: Seconds in its calls, those that failed too.
     """
 
+    tier: str
     nbytes: int = 0
     duration_s: float = 0.0
 
@@ -92,7 +94,12 @@ class Notes:
 
     def add(self, found: BadCopy) -> None:
         """Note a bad copy, once."""
-        self.bad.setdefault((found.place, found.name, found.offset), found)
+        self.bad.setdefault((found.tier, found.name, found.offset), found)
+
+    def charge(self, tier: str, nbytes: int, duration_s: float) -> None:
+        """Count what a place gave and took."""
+        so_far = self.served.get(tier, Served(tier))
+        self.served[tier] = Served(tier, so_far.nbytes + nbytes, so_far.duration_s + duration_s)
 
 
 class Copies:
@@ -218,9 +225,7 @@ class Copies:
                 failures.append((place, failure))
                 self._note(place, name, offset, failure, perf_counter() - start_s)
             finally:
-                served = self.notes.served.setdefault(place.name, Served())
-                served.nbytes += nbytes
-                served.duration_s += perf_counter() - start_s
+                self.notes.charge(place.name, nbytes, perf_counter() - start_s)
         try:
             raise _worst(name, failures)
         finally:
@@ -241,14 +246,20 @@ class Copies:
         failure: CheckpointError,
         duration_s: float,
     ) -> None:
-        kind: Literal["damaged", "missing", "unreadable"] = "unreadable"
-        if isinstance(failure, ObjectNotFound):
-            kind = "missing"
-        elif isinstance(failure, CorruptCheckpoint):
-            kind = "damaged"
-        elif duration_s > _SLOW_S:
+        found = bad_copy(place.name, name, failure, offset)
+        if found.kind == "unreadable" and duration_s > _SLOW_S:
             self.notes.slow.add(place.name)
-        self.notes.add(BadCopy(place.name, name, str(failure), kind, offset))
+        self.notes.add(found)
+
+
+def bad_copy(tier: str, name: str, failure: CheckpointError, offset: int | None = None) -> BadCopy:
+    """What a failed read tells of a copy."""
+    kind: Literal["damaged", "missing", "unreadable"] = "unreadable"
+    if isinstance(failure, ObjectNotFound):
+        kind = "missing"
+    elif isinstance(failure, CorruptCheckpoint):
+        kind = "damaged"
+    return BadCopy(tier, name, str(failure), kind, offset)
 
 
 class OpenCopies:
