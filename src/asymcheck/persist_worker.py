@@ -179,7 +179,9 @@ class _Worker:
                 self._closing = True
                 return
             if "promote" in message:
-                self._promoter.ask(message["promote"])
+                self._promoter.wake()
+                for name, number in message["promote"].items():
+                    self._promoter.ask(name, number)
                 continue
             if "await" in message:
                 self._await_others(rebuild_stored(message["await"]))
