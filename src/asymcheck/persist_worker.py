@@ -117,9 +117,10 @@ class _Worker:
         self._backlog.close(self._patience_s())
         tidy(self._repository)
         for slot in self._slots.values():
+            slot.persister = ProcessId(0, 0)  # copies may still take long
             # Nobody else will: unsealed content is worth nothing without its trainer.
-            if not self._trainer_is_alive() and slot.state != SlotState.SEALED:
-                slot.close(unlink=True)
+            gone = not self._trainer_is_alive() and slot.state != SlotState.SEALED
+            slot.close(unlink=gone)
         self._send({"home": "closed"})
         self._promote_last()
 
