@@ -170,21 +170,23 @@ class RootWriter:
             OptionError: One is another place here, as a path is that each host has for itself.
         """
         name = attempt_name(attempt)
-        tiers = [(f"tier {t.label}", store) for t, store in self._tiers if t.label in reached]
-        places = [("root", self._store), *tiers]
+        places = {"root": self._store}
+        places |= {f"tier {t.label}": s for t, s in self._tiers if t.label in reached}
 
-        def look() -> list[str | None]:
-            calls = [partial(record_in, store, name) for _, store in places]
-            found = within(self._timeout_s / _TIMES_ASKED, calls)
+        def look() -> dict[str, str | None]:
+            calls = [partial(record_in, store, name) for store in places.values()]
+            found = zip(places, within(self._timeout_s / _TIMES_ASKED, calls), strict=True)
             # What cannot be read is no other place; a tier need not be there.
-            return [None if isinstance(record, CheckpointError) else record for record in found]
+            return {what: None if isinstance(r, CheckpointError) else r for what, r in found}
 
-        for rank, found in enumerate(told := self._ranks.each("looking for the claim", look)):
-            for (what, store), record, expected in zip(places, found, told[0], strict=True):
+        told = self._ranks.each("looking for the claim", look)
+        for what, expected in told[0].items():
+            for rank, found in enumerate(told):
+                record = found.get(what, "")
                 if None not in (record, expected) and record != expected:
                     raise OptionError(
-                        f"{what}: {store.url} is another place on rank {rank} than on rank 0: give "
-                        f"all ranks a directory or store that they share"
+                        f"{what} is another place on rank {rank} than on rank 0, or none there: "
+                        f"give all ranks the same ones, that they share"
                     )
 
     def _take_attempt(self, step: int, last_step: int) -> None:
