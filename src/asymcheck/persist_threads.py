@@ -55,9 +55,9 @@ class Persister(Protocol):
         """A checkpoint was committed by another: it goes to the tiers; returns at once."""
         ...
 
-    def ask_tiers(self) -> int:
-        """Have the newest checkpoint go to all tiers; returns at once, the number of the request
-        on the board.
+    def ask_tier(self, name: str) -> int:
+        """Have the newest checkpoint go to a tier; returns at once, the number of the request on
+        the board.
         """
         ...
 
@@ -151,10 +151,10 @@ class PersistThread:
         """See ``Persister``."""
         self._promoter.wake()
 
-    def ask_tiers(self) -> int:
+    def ask_tier(self, name: str) -> int:
         """See ``Persister``."""
-        number = self.board.ask()
-        self._promoter.ask(number)
+        number = self.board.ask(name)
+        self._promoter.ask(name, number)
         return number
 
     def close(self, timeout_s: float) -> bool:

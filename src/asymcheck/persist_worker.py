@@ -117,9 +117,10 @@ class _Worker:
         self._backlog.close(self._patience_s())
         tidy(self._repository)
         for slot in self._slots.values():
+            slot.persister = ProcessId(0, 0)  # copies may still take long
             # Nobody else will: unsealed content is worth nothing without its trainer.
-            if not self._trainer_is_alive() and slot.state != SlotState.SEALED:
-                slot.close(unlink=True)
+            gone = not self._trainer_is_alive() and slot.state != SlotState.SEALED
+            slot.close(unlink=gone)
         self._send({"home": "closed"})
         self._promote_last()
 
@@ -179,7 +180,9 @@ class _Worker:
                 self._closing = True
                 return
             if "promote" in message:
-                self._promoter.ask(message["promote"])
+                self._promoter.wake()
+                for name, number in message["promote"].items():
+                    self._promoter.ask(name, number)
                 continue
             if "await" in message:
                 self._await_others(rebuild_stored(message["await"]))

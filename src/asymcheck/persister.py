@@ -170,13 +170,13 @@ class PersistProcess:
     def wake(self) -> None:
         """See ``Persister``."""
         with self._changed:
-            self._send({"promote": 0, **self._told_claims()})
+            self._send({"promote": {}, **self._told_claims()})
 
-    def ask_tiers(self) -> int:
+    def ask_tier(self, name: str) -> int:
         """See ``Persister``."""
         with self._changed:
-            number = self.board.ask()
-            self._send({"promote": number, **self._told_claims()})
+            number = self.board.ask(name)
+            self._send({"promote": {name: number}, **self._told_claims()})
             self._changed.notify_all()
         return number
 
@@ -327,7 +327,7 @@ class PersistProcess:
                     self._changed.wait(_PAUSE_S)
                     continue
                 self._is_up = True
-                self._send({"promote": self.board.asked})
+                self._send({"promote": self.board.open_requests()})
                 for job in self._awaited.values():
                     if job.stored is not None:
                         self._send({"await": asdict(job.stored)})

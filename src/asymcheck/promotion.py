@@ -41,6 +41,7 @@ PAUSES_S = (0.5, 2.0, 8.0)
 """Between the tries of one promotion, in seconds."""
 _SPACE_MARGIN_BYTES = 1 << 20
 _POLL_S = 0.05
+_COUNTED = {"promoted", "skipped", "failed", "moved_bytes"}
 
 Told = Callable[[TierState, int], None]
 """Receives the state of a tier, and the number of the latest request that it followed."""
@@ -69,7 +70,7 @@ class Promoter:
     ) -> None:
         known, pauses_s = states or {}, PAUSES_S if pauses_s is None else pauses_s
         self._movers = [
-            _Mover(home, tier, store, told, sink, known.get(tier.label), pauses_s)
+            Mover(home, tier, store, told, sink, known.get(tier.label), pauses_s)
             for tier, store in tiers
         ]
         self._has_expected = False
@@ -83,10 +84,11 @@ class Promoter:
         for mover in self._movers:
             mover.wake()
 
-    def ask(self, number: int) -> None:
-        """Take the newest to all tiers, whatever is due; returns at once."""
+    def ask(self, name: str, number: int) -> None:
+        """Take the newest to the tier of that name, due or not; returns at once."""
         for mover in self._movers:
-            mover.wake(asked=number)
+            if mover.state.name == name:
+                mover.wake(asked=number)
 
     def expect_like(self, slot: Slot) -> None:
         """The first checkpoint is in that slot: say where there is no room for one like it."""
@@ -118,8 +120,18 @@ class Promoter:
         return held
 
 
-class _Mover:
-    """Takes checkpoints to one tier."""
+class Mover:
+    """Takes checkpoints to one tier, on a thread that its owner starts.
+
+    Args:
+        home: Where checkpoints are committed.
+        tier: Where to.
+        store: Its store.
+        told: Receives its state.
+        sink: Receives spans.
+        state: What was counted before.
+        pauses_s: Between the tries of one promotion, in seconds.
+    """
 
     def __init__(
         self,
@@ -128,8 +140,8 @@ class _Mover:
         store: Store,
         told: Told,
         sink: Sink,
-        state: TierState | None,
-        pauses_s: Sequence[float],
+        state: TierState | None = None,
+        pauses_s: Sequence[float] = PAUSES_S,
     ) -> None:
         self._writer = home  # knows which attempts are its own
         self._home = Repository(home.store, home.run)
@@ -141,6 +153,7 @@ class _Mover:
         self._shared: set[int] = set()  # attempts whose records are the same in both
         self._unfinished: set[CheckpointId] = set()
         self._is_tidy = False  # whether what earlier writers left half-copied was removed
+        self._damage = ""  # of the newest checkpoint that could not be copied for it
         self._lock = threading.Lock()
         self._state = state or TierState(tier.label)
         self._changed = threading.Condition()
@@ -149,7 +162,13 @@ class _Mover:
         self._expected_bytes = 0
         self.thread = threading.Thread(target=self._run, name="asymcheck-promote", daemon=True)
 
+    @property
+    def state(self) -> TierState:
+        """How far the tier is."""
+        return self._state
+
     def wake(self, *, asked: int = 0, expected_bytes: int = 0, closing: bool = False) -> None:
+        """Have the thread look, for any of these reasons; returns at once."""
         with self._changed:
             self._woken = True
             self._asked = max(self._asked, asked)
@@ -158,6 +177,7 @@ class _Mover:
             self._changed.notify_all()
 
     def hold(self, listing: Listing, parents: Parents) -> set[CheckpointId]:
+        """What retention at home must leave for this tier."""
         held, overtaken = self._standing.hold(listing.committed, parents)
         self._skip(overtaken, listing)
         return held
@@ -171,27 +191,30 @@ class _Mover:
                 self._woken, closing = False, self._closing
                 asked, expected_bytes = self._asked, self._expected_bytes
                 self._expected_bytes = 0
-            self._catch_up(
-                newest_too=closing or asked > self._served, expected_bytes=expected_bytes
-            )
+            self.catch_up(newest_too=closing or asked > self._served, expected_bytes=expected_bytes)
             self._served = asked
             self._tell()
             if closing:
                 self._finish()
                 return
 
-    def _catch_up(self, *, newest_too: bool, expected_bytes: int) -> None:
-        """Promote until nothing is left, or every try failed."""
+    def catch_up(self, *, newest_too: bool = False, expected_bytes: int = 0) -> None:
+        """Promote until nothing is left, or every try failed; blocks.
+
+        Args:
+            newest_too: Whether the newest goes there though it is not due.
+            expected_bytes: Size of a checkpoint that will come; 0 for unknown.
+        """
         pauses_s = () if self._state.last_failure else self._pauses_s  # it was tried long enough
         for pause_s in (*pauses_s, None):
             try:
                 copy = self._opened()
                 self._check_room(copy, expected_bytes)
                 while self._promote_next(copy, newest_too=newest_too):
-                    self._note(last_failure="")
+                    self._note(last_failure=self._damage)
                     self._tell()
                 if not expected_bytes:
-                    self._note(last_failure="")
+                    self._note(last_failure=self._damage)
                 return
             except SupersededWriter as overtaken:
                 _log.info("tier %s: %s", self._tier.label, overtaken)
@@ -201,7 +224,7 @@ class _Mover:
                 retryable = isinstance(failure, StoreError) and failure.retryable
                 _log.warning("tier %s: %s", self._tier.label, failure)
                 if pause_s is None or not retryable:
-                    self._note(failed=self._state.failed + 1, last_failure=str(failure))
+                    self._note(last_failure=str(failure), failed=1)
                     return
                 with self._changed:
                     self._changed.wait_for(lambda: self._closing, pause_s)
@@ -270,8 +293,9 @@ class _Mover:
         except (CorruptCheckpoint, IncompatibleCheckpoint) as damage:
             error = f"it cannot be copied: {damage}"
             self._standing.damaged.add(at)
-            self._note(failed=self._state.failed + 1)
-            _log.warning("step %d does not go to %s: %s", at.step, self._tier.label, damage)
+            self._note(failed=1)
+            self._damage = f"step {at.step} is damaged at home and does not go there: {damage}"
+            _log.warning("tier %s: %s", self._tier.label, self._damage)
             return True
         except BaseException as failure:
             error = f"{type(failure).__name__}: {failure}"
@@ -282,7 +306,8 @@ class _Mover:
             self._sink(
                 Span(Stage.PROMOTE, at.step, start_s, took_s, moved, error, self._tier.label)
             )
-        self._note(promoted=self._state.promoted + 1)
+        self._damage = ""
+        self._note(promoted=1)
         self._retain(copy, at)
         return True
 
@@ -307,7 +332,7 @@ class _Mover:
                 copy,
                 self._tier.verify,
                 lambda: self._check(copy),
-                lambda nbytes: self._note(moved_bytes=self._state.moved_bytes + nbytes),
+                lambda nbytes: self._note(moved_bytes=nbytes),
             )
         self._unfinished.discard(at)
 
@@ -358,10 +383,13 @@ class _Mover:
             why = f"skipped: the tier was behind, and step {newest} is newer"
             self._sink(Span(Stage.PROMOTE, at.step, perf_counter(), 0.0, 0, why, self._tier.label))
         if overtaken:
-            self._note(skipped=self._state.skipped + len(overtaken))
+            self._note(skipped=len(overtaken))
 
     def _note(self, **changes: int | float | str) -> None:
+        """Set what is said of now, add to what is counted."""
         with self._lock:  # retention counts too, on other threads
+            for name in _COUNTED & changes.keys():
+                changes[name] += getattr(self._state, name)
             self._state = replace(self._state, **changes)  # type: ignore[arg-type]
 
     def _tell(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from asymcheck.errors import (
     CheckpointError,
     NoCheckpoint,
+    ObjectNotFound,
     StoreError,
     as_checkpoint_error,
 )
@@ -67,14 +68,14 @@ class TierBoard:
     def __init__(self, names: Sequence[str] = ()) -> None:
         self._states = {name: TierState(name) for name in names}
         self._served = dict.fromkeys(names, 0)
-        self._asked = 0
+        self._asked = dict.fromkeys(names, 0)
         self._told: set[str] = set()
         self._changed = threading.Condition()
 
-    @property
-    def asked(self) -> int:
-        """Number of the latest request to copy the newest checkpoint everywhere."""
-        return self._asked
+    def open_requests(self) -> dict[str, int]:
+        """Of each tier that shall get the newest and was not followed yet: the latest request."""
+        with self._changed:
+            return {n: asked for n, asked in self._asked.items() if asked > self._served[n]}
 
     def states(self) -> tuple[TierState, ...]:
         """Of each tier the latest, nearest first."""
@@ -91,14 +92,14 @@ class TierBoard:
     def give_up(self) -> None:
         """Nobody follows the requests made so far."""
         with self._changed:
-            self._served = dict.fromkeys(self._served, self._asked)
+            self._served = dict(self._asked)
             self._changed.notify_all()
 
-    def ask(self) -> int:
-        """Number of a new request."""
+    def ask(self, name: str) -> int:
+        """Number of a new request that the newest goes to a tier."""
         with self._changed:
-            self._asked += 1
-            return self._asked
+            self._asked[name] += 1
+            return self._asked[name]
 
     def await_served(self, name: str, number: int, timeout_s: float | None) -> bool:
         """Wait until a request was followed; whether the tier then had all it should."""
@@ -274,6 +275,7 @@ class Tiers:
 
     Attributes:
         standings: What each held when it was looked at.
+        reached: Those that answered so far.
     """
 
     def __init__(
@@ -285,7 +287,7 @@ class Tiers:
         self._tiers = tiers
         self._timeout_s = timeout_s
         self._warn = warn
-        self._reached: list[tuple[Tier, Store]] = []
+        self.reached: list[tuple[Tier, Store]] = []
         self.standings = [Standing(tier) for tier, _ in tiers]
 
     def run(self) -> str | None:
@@ -304,7 +306,7 @@ class Tiers:
             if isinstance(look, CheckpointError):
                 look.add_note(f"tier {tier.label}")
                 raise look
-            self._reached.append((tier, store))
+            self.reached.append((tier, store))
             run, standing.there = look
             if run is not None:
                 runs.setdefault(run, store)
@@ -331,7 +333,7 @@ class Tiers:
             StoreError: The number could not be taken at home.
         """
         while True:
-            copies = self._ask([_opened(store, home) for _, store in self._reached])
+            copies = self._ask([_opened(store, home) for _, store in self.reached])
             attempt = home.claim(parent, max((number for _, number in copies), default=0))
             name, record = attempt_name(attempt.number), dump_attempt(attempt)
             told = self._ask([_record(copy, name, record) for copy, _ in copies])
@@ -344,13 +346,13 @@ class Tiers:
     def _ask(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Make one call of each that can be reached; those that fail are not asked again."""
         found, reached = [], []
-        for answer, pair in zip(within(self._timeout_s, calls), self._reached, strict=True):
+        for answer, pair in zip(within(self._timeout_s, calls), self.reached, strict=True):
             if isinstance(answer, CheckpointError):
                 self._lost(pair[0], answer)
             else:
                 found.append(answer)
                 reached.append(pair)
-        self._reached = reached
+        self.reached = reached
         return found
 
     def _lost(self, tier: Tier, failure: CheckpointError) -> None:
@@ -391,3 +393,11 @@ def _record(copy: Repository, name: str, record: bytes) -> Callable[[], bytes]:
         )
 
     return put
+
+
+def record_in(store: Store, name: str) -> str:
+    """A small text object; empty where there is none. Blocks."""
+    try:
+        return read_all(store, name, RECORD_BYTES).decode("ascii", "replace")
+    except ObjectNotFound:
+        return ""

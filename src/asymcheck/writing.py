@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -31,16 +32,18 @@ from asymcheck.persister import Persister, is_own_memory, start_persister
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.strategies import Strategy
 from asymcheck.planning.tiers import Tier, spoken_url
+from asymcheck.rank_store import host
 from asymcheck.ranks import Ranks
 from asymcheck.recovery import RestoreReport
 from asymcheck.snapshotter import Snapshotter
 from asymcheck.storage.copies import Place
 from asymcheck.storage.healing import heal_top
 from asymcheck.storage.hierarchy import Hierarchy
+from asymcheck.storage.names import attempt_name
 from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.runs import read_run
 from asymcheck.storage.store import Store
-from asymcheck.tiering import TierBoard, Tiers, hold_for
+from asymcheck.tiering import TierBoard, Tiers, hold_for, record_in, within
 from asymcheck.tracing import Tracer
 
 _ENDLESS_S = 1e8
@@ -94,6 +97,7 @@ class RootWriter:
                 self._repository = self._open_repository()
             return None if self._repository is None else self._repository.run
 
+        self._check_hosts()
         self._ranks.first("opening the root", opened)
         runs = self._ranks.each("opening the root", opened)
         for rank, run in enumerate(runs):
@@ -102,6 +106,19 @@ class RootWriter:
                     f"root: {self._store.url} is another place on rank {rank} than on rank 0: "
                     f"give all ranks a directory or store that they share"
                 )
+
+    def _check_hosts(self) -> None:
+        """Refuse a place that each host has for itself, where the ranks run on several."""
+        stores = (self._store, *(store for _, store in self._tiers))
+        own = next((s for s in stores if s.capabilities.scope == "node"), None)
+        if self._ranks.world == 1 or own is None:
+            return
+        hosts = len(set(self._ranks.exchange("hosts", host())))
+        if hosts > 1:
+            raise OptionError(
+                f"{own.url} is said to be of each host alone (scope=node), and the ranks run on "
+                f"{hosts} hosts: give a directory or store that all of them share"
+            )
 
     def _open_repository(self) -> Repository | None:
         if not self._read_only and self._ranks.rank == 0:
@@ -198,10 +215,41 @@ class RootWriter:
         """Claim an attempt that continues from ``parent``; nothing is pending."""
         if self._read_only:
             return
-        self._attempt = self._ranks.first(
-            "claiming the root", lambda: self._at_start.claim(self._existing(), parent).number
-        )
+
+        def claim() -> tuple[int, list[str]]:
+            claimed = self._at_start.claim(self._existing(), parent)
+            return claimed.number, [tier.label for tier, _ in self._at_start.reached]
+
+        self._attempt, reached = self._ranks.first("claiming the root", claim)
+        if self._ranks.world > 1:
+            self._find_claim(self._attempt, reached)
         self._capturing()  # a persister that is started now is there at the first save
+
+    def _find_claim(self, attempt: int, reached: Sequence[str]) -> None:
+        """Make sure that all ranks see the places that rank 0 sees: its claim stands in each.
+
+        Raises:
+            OptionError: One is another place here, as a path is that each host has for itself.
+        """
+        name = attempt_name(attempt)
+        places = {"root": self._store}
+        places |= {f"tier {t.label}": s for t, s in self._tiers if t.label in reached}
+
+        def look() -> dict[str, str | None]:
+            calls = [partial(record_in, store, name) for store in places.values()]
+            found = zip(places, within(self._timeout_s / _TIMES_ASKED, calls), strict=True)
+            # What cannot be read is no other place; a tier need not be there.
+            return {what: None if isinstance(r, CheckpointError) else r for what, r in found}
+
+        told = self._ranks.each("looking for the claim", look)
+        for what, expected in told[0].items():
+            for rank, found in enumerate(told):
+                record = found.get(what, "")
+                if None not in (record, expected) and record != expected:
+                    raise OptionError(
+                        f"{what} is another place on rank {rank} than on rank 0, or none there: "
+                        f"give all ranks the same ones, that they share"
+                    )
 
     def _take_attempt(self, step: int, last_step: int) -> None:
         """Have an attempt to save under, so that ``(attempt, step)`` was never used."""
@@ -386,7 +434,7 @@ class RootWriter:
             persister = self._persister
             if self._ranks.rank or persister is None:
                 return self._ranks.rank > 0
-            return self._board.await_served(name, persister.ask_tiers(), limit_s)
+            return self._board.await_served(name, persister.ask_tier(name), limit_s)
 
         longest_s = _ENDLESS_S if limit_s is None else limit_s
         return all(self._ranks.each(f"waiting for tier {name}", there, longest_s))
