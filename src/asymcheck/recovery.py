@@ -227,15 +227,7 @@ def _look(hierarchy: Hierarchy, step: int | None) -> Look:
         if (d.at > newest if step is None else d.at.step == step)
     ]
     if not candidates and not damaged:
-        none = _none_there(hierarchy, listing, step)
-        if unreachable := hierarchy.copies.notes.unreachable:
-            why = "; ".join(f"{tier}: {why}" for tier, why in unreachable.items())
-            raise StoreError(
-                f"{none}, and what could not be looked at may have some: {why}. Make it reachable, "
-                f"or leave it out",
-                retryable=True,
-            )
-        raise NoCheckpoint(none)
+        raise NoCheckpoint(_none_there(hierarchy, listing, step))
     return candidates, damaged
 
 
@@ -251,7 +243,9 @@ def _none_there(hierarchy: Hierarchy, listing: Listing, step: int | None) -> str
     steps = sorted({c.step for c in listing.committed})
     there = f"steps {steps[:20]} are there" if steps else "there is no checkpoint yet"
     what = "" if step is None else f"step {step}: "
-    return f"{hierarchy.spoken}: {what}{there}"
+    away = hierarchy.copies.notes.unreachable.items()
+    perhaps = "; ".join(f"tier {tier} may have some, but cannot be read: {w}" for tier, w in away)
+    return f"{hierarchy.spoken}: {what}{there}" + (f"; {perhaps}" if perhaps else "")
 
 
 class _Loading:

@@ -23,7 +23,7 @@ from asymcheck.errors import (
 from asymcheck.events import Sink, discard, guarded
 from asymcheck.handles import Handle, SaveReport
 from asymcheck.integrations.deepspeed.engine import adopt_engines
-from asymcheck.outcomes import Outcomes
+from asymcheck.outcomes import Outcomes, warn
 from asymcheck.persister import who_persists
 from asymcheck.planning.cadence import Cadence, Never
 from asymcheck.planning.retention import CheckpointId, Retention
@@ -230,6 +230,8 @@ class Checkpointer(RootWriter):
                 absent = isinstance(failure, NoCheckpoint)
                 if not absent or step is not None or resume == "must" or self._read_only:
                     raise
+                if hierarchy is not None and hierarchy.copies.notes.unreachable:
+                    warn(f"training starts from nothing (resume='must' would refuse): {failure}")
                 self.report = RestoreReport(step=0)
         self._torn = False
         found = self.report

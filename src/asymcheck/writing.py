@@ -37,7 +37,7 @@ from asymcheck.ranks import Ranks
 from asymcheck.recovery import RestoreReport
 from asymcheck.snapshotter import Snapshotter
 from asymcheck.storage.copies import Place
-from asymcheck.storage.healing import heal_top
+from asymcheck.storage.healing import heal_tops
 from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.names import attempt_name
 from asymcheck.storage.repository import Repository, create_repository, open_repository
@@ -122,13 +122,13 @@ class RootWriter:
 
     def _open_repository(self) -> Repository | None:
         if not self._read_only and self._ranks.rank == 0:
-            # A new host with an empty home goes on with the run that its tiers hold.
-            self._at_start = Tiers(self._tiers, self._timeout_s / _TIMES_ASKED, warn)
-            run = self._at_start.run()
-            repository = self._made(run)
-            self._at_start.check(repository.run, run)
-            repository.hold = hold_for(self._at_start.standings)
-            return repository
+            try:
+                return self._made()
+            except (CorruptCheckpoint, IncompatibleCheckpoint) as failure:
+                if not heal_tops(self._places(), self._timeout_s):
+                    raise
+                warn(f"{failure}: it was written anew as other tiers have it")
+                return self._made()
         try:
             return open_repository(self._store)
         except NoCheckpoint:
@@ -139,19 +139,14 @@ class RootWriter:
             self._repository = open_repository(self._store)
         return self._repository
 
-    def _made(self, run: str | None) -> Repository:
-        """The root; what says whose it is, is written anew where it is damaged and tiers know."""
-        try:
-            return create_repository(self._store, run)
-        except (CorruptCheckpoint, IncompatibleCheckpoint) as failure:
-            if run is None:
-                raise
-            places = self._places()
-            healed = heal_top(Hierarchy(places, run, self._timeout_s), places[0])
-            if not healed or any(found.why_not for found in healed):
-                raise
-            warn(f"{failure}: written anew from the tiers")
-            return open_repository(self._store)
+    def _made(self) -> Repository:
+        # A new host with an empty home goes on with the run that its tiers hold.
+        self._at_start = Tiers(self._tiers, self._timeout_s / _TIMES_ASKED, warn)
+        run = self._at_start.run()
+        repository = create_repository(self._store, run)
+        self._at_start.check(repository.run, run)
+        repository.hold = hold_for(self._at_start.standings)
+        return repository
 
     def _places(self) -> list[Place]:
         """Where copies lie, nearest first. A writer does without none of what its root has."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, Strategy, Tier
-from asymcheck.errors import CheckpointWarning, CorruptCheckpoint, StoreError
+from asymcheck.errors import CheckpointWarning, CorruptCheckpoint, NoCheckpoint
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.selection import Selection
 from asymcheck.storage.manifest import parse_manifest
@@ -125,6 +125,17 @@ def test_what_is_damaged_in_the_root_is_restored_from_a_tier_and_healed(
         assert (healed.tier, healed.name, healed.nbytes) == ("memory://home", name, len(before))
 
 
+@pytest.mark.parametrize("name", ["FORMAT", "RUN.json"])
+def test_what_says_whose_a_tier_is_heals_at_the_start(
+    home: MemoryStore, far: MemoryStore, name: str
+) -> None:
+    before = read_all(far, name)
+    flip(far, name)
+    found = Resumed(home, far)
+    assert (found.step, read_all(far, name)) == (2, before)
+    assert any("written anew" in message for message in found.warned)
+
+
 def test_a_root_that_is_of_no_run_is_not_taken_for_a_damaged_one(far: MemoryStore) -> None:
     root = MemoryStore("else")
     root.write("FORMAT", [b"something"])
@@ -188,13 +199,16 @@ def test_a_tier_that_cannot_be_reached_is_left_out_with_one_warning(
     assert sum("was left out" in message for message in found.warned) == 1
 
 
-def test_nothing_in_the_root_and_a_tier_out_of_reach_is_no_fresh_start(far: MemoryStore) -> None:
-    flaky = FaultyStore(far)
-    root = MemoryStore("new")
-    with Checkpointer(root, state=state(0.0), tiers=(flaky,), persist="thread") as ckpt:
+def test_a_start_from_nothing_beside_a_tier_out_of_reach_is_said_or_refused() -> None:
+    flaky = FaultyStore(MemoryStore("far"))
+    live = state(0.0)
+    with Checkpointer(MemoryStore("new"), state=live, tiers=(flaky,), persist="thread") as ckpt:
         flaky.fault = Fault(at=1, times=0, op="list")
-        with pytest.raises(StoreError, match="could not be looked at"):
-            ckpt.restore()
+        with pytest.raises(NoCheckpoint, match="may have some"):
+            ckpt.restore(resume="must")
+        with pytest.warns(CheckpointWarning, match="starts from nothing"):
+            assert ckpt.restore() == 0
+        flaky.fault = Fault(do="none")
 
 
 def test_a_tier_with_a_newer_step_than_the_root_is_resumed_from(

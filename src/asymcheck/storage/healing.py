@@ -6,11 +6,18 @@ that is written has passed its check, so a copy is put together from several whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from asymcheck.errors import CheckpointError, CorruptCheckpoint, NoCheckpoint, StoreError
+from asymcheck.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    NoCheckpoint,
+    OptionError,
+    StoreError,
+)
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.copies import BadCopy, Copies, Place, bad_copy
 from asymcheck.storage.hierarchy import Hierarchy
@@ -24,7 +31,7 @@ from asymcheck.storage.names import (
     parse_name,
 )
 from asymcheck.storage.reader import OpenCheckpoint, read_same
-from asymcheck.storage.runs import RECORD_BYTES
+from asymcheck.storage.runs import RECORD_BYTES, read_run
 from asymcheck.storage.sealed import Fields, unseal
 from asymcheck.storage.store import Buffer, write_whole
 
@@ -175,13 +182,34 @@ def _heal_record(hierarchy: Hierarchy, place: Place, name: str) -> int:
     return 0
 
 
-def heal_top(hierarchy: Hierarchy, place: Place) -> list[Healed]:
-    """Write ``FORMAT`` and ``RUN.json`` of a place anew where they are damaged; blocks.
+def heal_tops(places: Sequence[Place], limit_s: float) -> bool:
+    """Write ``FORMAT`` and ``RUN.json`` anew in each place where they are damaged, as others have
+    them; blocks.
+
+    Returns:
+        Whether something was written, and nothing is damaged any more.
 
     Raises:
-        CorruptCheckpoint: The place holds what is not of this run, so it may be somebody else's.
+        CorruptCheckpoint: Such a place holds what is not of this run: it may be somebody else's.
         StoreError: The medium failed.
     """
+    runs: dict[str, None] = {}
+    damaged = []
+    for place in places:
+        try:
+            runs[read_run(place.store)] = None
+        except (CorruptCheckpoint, IncompatibleCheckpoint):
+            damaged.append(place)
+        except (NoCheckpoint, StoreError, OptionError):
+            continue  # it is told by whoever needs it
+    if len(runs) != 1:
+        return False
+    hierarchy = Hierarchy(places, next(iter(runs)), limit_s)
+    done = [healed for place in damaged for healed in _heal_top(hierarchy, place)]
+    return bool(done) and not any(healed.why_not for healed in done)
+
+
+def _heal_top(hierarchy: Hierarchy, place: Place) -> list[Healed]:
     names = [entry.name for entry in place.store.list()]
     foreign = [name for name in names if not _is_ours(name)]
     manifests = [name for name in names if (n := parse_name(name)) and n.kind == "manifest"]
