@@ -16,12 +16,12 @@ from asymcheck.errors import (
 )
 from asymcheck.planning.layout import CHUNK_BYTES
 from asymcheck.planning.retention import CheckpointId
+from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.index import RAW, Chunk, Index, Leaf, chunks_of
 from asymcheck.storage.listing import Damage
 from asymcheck.storage.manifest import EXACT
 from asymcheck.storage.names import index_name, manifest_name
 from asymcheck.storage.reader import OpenCheckpoint, keys_of, spoken
-from asymcheck.storage.repository import Repository
 
 _ROOMS = (1 << 20, CHUNK_BYTES, 2 * CHUNK_BYTES)
 
@@ -294,13 +294,13 @@ def _place(index: Index, chunk: Chunk) -> str:
     return f"{index.packs[chunk.pack].name} at byte {chunk.offset}"
 
 
-def verify(repository: Repository, at: CheckpointId, find: Find = known_codec) -> Iterator[Damage]:
+def verify(hierarchy: Hierarchy, at: CheckpointId, find: Find = known_codec) -> Iterator[Damage]:
     """Read and decode every chunk of a checkpoint; yield each finding, nothing when it is whole.
 
     Of a base it reads what deltas stand on. Nothing is raised for damage or a failing medium.
     """
     try:
-        with repository.open(at) as checkpoint:
+        with hierarchy.open(at) as checkpoint:
             decoding = Decoding(checkpoint, find)
             for index in checkpoint.indexes:
                 for chunk in index.chunks:

@@ -150,7 +150,7 @@ class Tracer:
     def __call__(self, span: Span) -> None:
         """Take one span."""
         self._sink(span)
-        if self._is_on and span.stage is not Stage.RESTORE:
+        if self._is_on and span.stage not in (Stage.RESTORE, Stage.PROMOTE):
             with self._lock:
                 saving = self._saving(span.step)
                 saving.spans.append(span)
