@@ -13,7 +13,7 @@ import torch
 from asymcheck import Checkpointer, Tier
 from asymcheck.errors import CheckpointWarning, OptionError, StoreError, SupersededWriter
 from asymcheck.planning.cadence import EverySeconds, EverySteps, OverheadBudget
-from asymcheck.planning.retention import CheckpointId
+from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.tiers import Saved, due_in
 from asymcheck.storage.memory import MemoryStore, open_memory
 from asymcheck.storage.names import attempt_name
@@ -21,7 +21,16 @@ from asymcheck.storage.repository import create_repository, open_repository
 from asymcheck.storage.store import Store, open_store
 from asymcheck.testing.checkpoints import commit_bytes
 from asymcheck.testing.faulty import Fault, FaultyStore
-from asymcheck.tiering import TierBoard, Tiers, TierState, describe_tiers, rebuild_tiers, within
+from asymcheck.tiering import (
+    Standing,
+    TierBoard,
+    Tiers,
+    TierState,
+    describe_tiers,
+    hold_for,
+    rebuild_tiers,
+    within,
+)
 
 BOUND_S = 20.0
 
@@ -216,6 +225,30 @@ def test_a_claim_is_above_every_attempt_of_every_tier_and_stands_in_all() -> Non
     assert not said
 
 
+def test_the_root_under_another_name_is_no_tier(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "same").symlink_to(tmp_path / "home")
+    ckpt = Checkpointer(
+        tmp_path / "home", state={"x": torch.zeros(2)}, tiers=[f"throttled+file://{tmp_path}/same"]
+    )
+    with pytest.raises(OptionError, match="same place as the root, under another name"):
+        ckpt.restore()
+
+
+def test_what_is_due_in_a_tier_stays_when_a_start_finishes_what_a_dead_job_left() -> None:
+    home = create_repository(MemoryStore("home"))
+    number = home.claim(None).number
+    far = MemoryStore("far")
+    home.hold = hold_for([Standing(Tier(far, every=EverySteps(10)))])
+    for step in (9, 10, 11, 12):
+        commit_bytes(home, CheckpointId(number, step), {"": b"{}"})
+        home.retain(CheckpointId(number, step), Retention(1))
+    assert [c.step for c in home.lineage()] == [10, 12]
+    home.hold = hold_for([Standing(Tier(far, every=EverySteps(10)), {at(10, number): 0.0})])
+    home.retain(CheckpointId(number, 12), Retention(1))
+    assert [c.step for c in home.lineage()] == [12]
+
+
 def test_a_number_that_another_job_takes_in_a_tier_meanwhile_is_left_to_it() -> None:
     home = create_repository(MemoryStore("h"))
     other = create_repository(MemoryStore("o"), home.run)
@@ -395,12 +428,15 @@ def test_a_tier_with_too_little_room_is_told_at_the_first_capture(
 ) -> None:
     far = MemoryStore("far")
     monkeypatch.setattr(far, "free_bytes", lambda: 2000, raising=False)
-    job = Job(MemoryStore("home"), [far])
-    job.save(1)
-    job.ckpt.wait(BOUND_S, tier="memory://far")
-    with pytest.warns(CheckpointWarning, match=r"needs .* bytes, 2000 are free"):
-        job.ckpt.wait(BOUND_S)
-    job.ckpt.close()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        job = Job(MemoryStore("home"), [far])
+        job.save(1)
+        job.ckpt.wait(BOUND_S, tier="memory://far")
+        job.ckpt.close()
+    said = [str(w.message) for w in heard]
+    assert len(said) == 1
+    assert "bytes, 2000 are free" in said[0]
     assert not any(e.name.startswith("step-") for e in far.list())
 
 
