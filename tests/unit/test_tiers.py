@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from asymcheck import Checkpointer, Tier
+from asymcheck.cli import app
 from asymcheck.errors import CheckpointWarning, OptionError, StoreError, SupersededWriter
 from asymcheck.planning.cadence import EverySeconds, EverySteps, OverheadBudget
 from asymcheck.planning.retention import CheckpointId, Retention
@@ -31,6 +33,7 @@ from asymcheck.tiering import (
     rebuild_tiers,
     within,
 )
+from asymcheck.tracing import read_trace
 
 BOUND_S = 20.0
 
@@ -445,3 +448,33 @@ def test_the_named_memory_is_the_same_store_for_all_that_name_it() -> None:
     job.save(1)
     job.ckpt.close()
     assert steps_in(open_memory("tiers-far", {})) == [1]
+
+
+def test_a_trace_tells_how_far_the_tiers_were(tmp_path: Path) -> None:
+    job = Job(MemoryStore("home"), [MemoryStore("far")], trace=tmp_path / "trace.jsonl")
+    job.save(1)
+    job.ckpt.fence()
+    job.ckpt.close()
+    (trace,) = read_trace(tmp_path / "trace.jsonl")
+    assert [state.name for state in trace.report.tiers] == ["memory://far"]
+
+
+def test_the_commands_work_on_a_tier_as_on_any_root(tmp_path: Path) -> None:
+    def asymcheck(*words: object) -> str:
+        done = CliRunner().invoke(app, [str(word) for word in words])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    far = tmp_path / "far"
+    job = Job(tmp_path / "home", [far], persist="thread")
+    job.save(1)
+    assert job.ckpt.wait(BOUND_S, tier=str(far))
+    job.save(2)
+    job.ckpt.close()
+    assert asymcheck("ls", far) == asymcheck("ls", tmp_path / "home")
+    shown, at_home = (asymcheck("show", root, "--step", 2) for root in (far, tmp_path / "home"))
+    assert shown.splitlines()[1:] == at_home.splitlines()[1:]
+    assert "0 damaged" in asymcheck("verify", far)
+    asymcheck("prune", far, "--keep-last", 1, "--yes")
+    assert steps_in(open_store(str(far))) == [2]
+    assert steps_in(open_store(str(tmp_path / "home"))) == [1, 2]
