@@ -501,3 +501,19 @@ def test_a_failure_is_an_event_with_the_tier_in_it() -> None:
     (span,) = [s for s in home.spans if s.stage is Stage.PROMOTE]
     assert (span.step, span.tier) == (1, "far")
     assert "injected" in span.error
+
+
+def test_a_manifest_in_a_tier_is_read_once_and_forgotten_when_it_is_gone() -> None:
+    home = Home(keep_last=1)
+    home.tier = dataclasses.replace(home.tier, keep_last=2)
+    home.mover = home.start()
+    for step in (1, 2, 3, 4):
+        home.commit(step)
+        home.mover.catch_up()
+    home.far.operations.clear()
+    home.mover.catch_up()
+    assert [name for op, name in home.far.operations if op == "open" and "MANIFEST" in name] == []
+    assert home.mover._copy is not None
+    assert list(home.mover._copy.known or ()) == [
+        manifest_name(CheckpointId(1, step)) for step in (3, 4)
+    ]

@@ -189,7 +189,7 @@ def survey(store: Store, run: str, known: dict[str, Manifest] | None = None) -> 
         store: Where.
         run: Whose checkpoints count.
         known: Manifests by name that were read before, which never change; those that are read
-            now are added, and those that are gone removed.
+            now are added.
 
     Raises:
         StoreError: The medium failed. One manifest that cannot be read, and will not be
@@ -198,9 +198,6 @@ def survey(store: Store, run: str, known: dict[str, Manifest] | None = None) -> 
     before: dict[str, int] | None = None
     for _ in range(_LOOKS):
         sizes = {e.name: e.nbytes for e in store.list()}
-        known = {} if known is None else known
-        for gone in known.keys() - sizes.keys():
-            del known[gone]
         listing, settled = _read_manifests(store, run, sizes, known)
         if settled and (listing.committed or sizes == before):
             break
@@ -209,7 +206,7 @@ def survey(store: Store, run: str, known: dict[str, Manifest] | None = None) -> 
 
 
 def _read_manifests(
-    store: Store, run: str, sizes: Mapping[str, int], known: dict[str, Manifest]
+    store: Store, run: str, sizes: Mapping[str, int], known: dict[str, Manifest] | None
 ) -> tuple[Listing, bool]:
     """What the objects of those names and sizes are, and whether all were still there."""
     settled = True
@@ -273,10 +270,13 @@ def _read_manifests(
     return listing, settled
 
 
-def _read_manifest(store: Store, name: str, known: dict[str, Manifest]) -> Manifest:
-    if name not in known:
-        known[name] = parse_manifest(read_all(store, name), name)
-    return known[name]
+def _read_manifest(store: Store, name: str, known: dict[str, Manifest] | None) -> Manifest:
+    found = None if known is None else known.get(name)
+    if found is None:
+        found = parse_manifest(read_all(store, name), name)
+        if known is not None:
+            known[name] = found
+    return found
 
 
 def _has_changed(store: Store, delta: Manifest) -> bool:
