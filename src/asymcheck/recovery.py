@@ -36,6 +36,7 @@ from asymcheck.storage.index import RAW, TREE_KEY, Chunk, Index, Leaf
 from asymcheck.storage.listing import Listing
 from asymcheck.storage.reader import OpenCheckpoint
 from asymcheck.storage.repository import Repository
+from asymcheck.storage.suspects import MARKED, spoken_mark
 
 _LOOKS = 100
 """How often a restore looks again because a writer removed what it was about to read."""
@@ -55,7 +56,8 @@ class RestoreReport:
         attempt: The attempt that had written it, ``None`` for a fresh start.
         restored_bytes: Bytes read into live state.
         duration_s: Seconds from choosing to done.
-        skipped: Newer checkpoints that were passed over, each as ``(step, why)``.
+        skipped: Newer checkpoints that were passed over, damaged or marked suspect, each as
+            ``(step, why)``.
         rng_problems: What of the random number generators could not be set.
         missing_keys: With ``strict=False``: live, and not in the checkpoint.
         unexpected_keys: With ``strict=False``: in the checkpoint, and not live.
@@ -159,7 +161,8 @@ def restore(
                 raise _torn_by(at, found.why) from found.own
         report = loading.report
         for passed, why in skipped:
-            _warn(f"checkpoint of step {passed} is damaged and was passed over: {why}")
+            damaged = "" if why.startswith(MARKED) else "is damaged and "
+            _warn(f"checkpoint of step {passed} {damaged}was passed over: {why}")
         if report.world_change:
             _warn(f"checkpoint of step {at.step} was {report.world_change}")
         if report.rng_problems:
@@ -193,18 +196,26 @@ def _warn(message: str) -> None:
 
 
 def _look(repository: Repository, step: int | None) -> Look:
-    """What may be restored, best first, and what is damaged and would have been better."""
+    """What may be restored, best first, and what is damaged or suspect and would have been better.
+
+    A suspect is loaded where it is asked for: so one can find out what is wrong with it.
+    """
     listing = repository.survey()
     candidates = _candidates(repository, listing, step)
     newest = candidates[0] if candidates else CheckpointId(0, 0)
+    passed = [
+        (at.step, spoken_mark(repository.store, at))
+        for at in sorted(listing.suspects)
+        if step is None and at > newest
+    ]
     damaged = [
         (d.at.step, d.why)
         for d in listing.damaged
         if (d.at > newest if step is None else d.at.step == step)
     ]
-    if not candidates and not damaged:
+    if not candidates and not damaged and not passed:
         raise NoCheckpoint(_none_there(repository, listing, step))
-    return candidates, damaged
+    return candidates, passed + damaged
 
 
 def _candidates(repository: Repository, listing: Listing, step: int | None) -> list[CheckpointId]:

@@ -149,17 +149,18 @@ class Repository:
     ) -> list[CheckpointId]:
         """The checkpoints to resume from, oldest first: those that led to the newest one.
 
-        Those of branches that were left behind by rewinding are not among them.
+        Those of branches that were left behind by rewinding are not among them, nor suspects.
 
         Args:
             listing: What is there, where that is known already.
             attempt: Whose lineage; ``None`` for that of the newest checkpoint.
         """
-        committed = (listing or self.survey()).committed
-        if not committed:
+        listing = listing or self.survey()
+        if not (committed := listing.committed):
             return []
         parents = self.parents(unreadable_too=attempt is None)
-        return lineage_of(attempt or max(committed).attempt, parents, committed)
+        found = lineage_of(attempt or max(committed).attempt, parents, committed)
+        return [at for at in found if at not in listing.suspects]
 
     def open(self, at: CheckpointId) -> AbstractContextManager[OpenCheckpoint]:
         """Open a checkpoint for reading; see ``open_checkpoint``."""
@@ -342,7 +343,8 @@ class Repository:
 
         Only committed checkpoints of this run go: branches that its attempt left behind, and what
         ``retention`` does not keep of its lineage, itself too where newer ones overtook it. What a
-        delta that stays stands on stays, and ``base``, for the next. Packs go at the next call.
+        delta that stays stands on stays, and ``base``, for the next; suspects stay and do not count.
+        Packs go at the next call.
 
         Returns:
             The checkpoints removed.
@@ -352,6 +354,7 @@ class Repository:
             self._condemned, failure = delete_each(self.store, self._condemned)
             listing, parents = self.survey(), self.parents()
             lineage = lineage_of(newest.attempt, parents, listing.committed)
+            lineage = [at for at in lineage if at not in listing.suspects]
             kept = retention.kept(lineage, {at: m.metrics for at, m in listing.committed.items()})
             gone = [c for c in lineage if c not in kept]
             gone += abandoned_by(newest.attempt, parents, listing.committed)
