@@ -1,7 +1,8 @@
 """The command line: what is there, what is in it, is it whole, what may go.
 
 Nothing here needs torch. What all commands share stands in ``cli_base``; those that look after
-the machine, ``doctor`` and ``repair``, in ``cli_host``; those that explain, in ``cli_engine``; marks in ``cli_suspect``.
+the machine, ``doctor`` and ``repair``, in ``cli_host``; those that explain, in ``cli_engine``;
+marks in ``cli_suspect``.
 """
 
 from __future__ import annotations

@@ -34,8 +34,9 @@ Standing = Literal[
     "newest", "ok", "suspect", "abandoned", "separate", "foreign", "damaged", "newer"
 ]
 """``newest`` is what ``restore()`` loads and ``ok`` led to it; ``suspect`` is marked and passed
-over; ``abandoned`` lies on a branch that was left by going back; ``separate`` belongs to another start from nothing, ``foreign`` to
-another run; ``damaged`` exists no more; ``newer`` is readable by a newer release only."""
+over; ``abandoned`` lies on a branch that was left by going back; ``separate`` belongs to another
+start from nothing, ``foreign`` to another run; ``damaged`` exists no
+more; ``newer`` is readable by a newer release only."""
 
 _STEPS_SAID = 20
 _MAX_DEPTH = 500

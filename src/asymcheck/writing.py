@@ -215,7 +215,7 @@ class RootWriter:
         self._check_process()
         self._latest_step = step
         if self._snapshotter is not None:
-            self._snapshotter.latest_step = step
+            self._snapshotter.note_step(step)
             self._snapshotter.settle()
 
     # --- one save -------------------------------------------------------------------

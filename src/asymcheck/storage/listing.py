@@ -263,7 +263,7 @@ def _read_manifests(store: Store, run: str, sizes: Mapping[str, int]) -> tuple[L
         sorted(damaged, key=lambda d: d.at),
         sorted(foreign),
         sorted(leftovers),
-        committed.keys() & {of for of, _ in marks},
+        frozenset(of for of, _ in marks if of in committed),
     )
     return listing, settled
 

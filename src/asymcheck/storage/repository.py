@@ -343,8 +343,8 @@ class Repository:
 
         Only committed checkpoints of this run go: branches that its attempt left behind, and what
         ``retention`` does not keep of its lineage, itself too where newer ones overtook it. What a
-        delta that stays stands on stays, and ``base``, for the next; suspects stay and do not count.
-        Packs go at the next call.
+        delta that stays stands on stays, and ``base``, for the next; and suspects, which do not
+        count. Packs go at the next call.
 
         Returns:
             The checkpoints removed.
