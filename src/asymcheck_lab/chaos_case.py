@@ -21,7 +21,7 @@ from urllib.parse import urlencode
 
 from asymcheck import handover
 from asymcheck.decoding import verify
-from asymcheck.memory.arena import SHARED_MEMORY, Slot, slots_of
+from asymcheck.memory.arena import SHARED_MEMORY, Slot, SlotState, slots_of
 from asymcheck.memory.process import ProcessId
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.names import pack_name, step_folder
@@ -154,6 +154,7 @@ class _Trial:
         self.children: list[Child] = []
         self.done = 0
         self.error = ""
+        self.is_hurt = False
         self.gone: set[CheckpointId] = set()
         self.at_strike: set[int] = set()
         self.done_at_strike = 0
@@ -246,6 +247,7 @@ class _Trial:
         """Take note of a step that was done."""
         if isinstance(said, list) and said[1:] == ["live"]:
             self.done = max(self.done, said[0])
+        self.is_hurt = self.is_hurt or said == "hurt"
         if isinstance(said, dict) and "error" in said:
             self.error = said["error"]
 
@@ -285,16 +287,14 @@ class _Trial:
             self.error = ""
             until_s = time.monotonic() + 2 * WAIT_S
             while time.monotonic() < until_s:
+                if self.is_hurt and not (self.folder / "healed").exists():
+                    self.heal()
+                    (self.folder / "healed").touch()
                 try:
-                    said = child.hear(0.05)
+                    self.note(child.hear(0.05))
                 except AssertionError:
                     if ProcessId.of(child.pid).start == 0:
                         break
-                    continue
-                self.note(said)
-                if said == "hurt":
-                    self.heal()
-                    (self.folder / "healed").touch()
             outcome = child.wait(WAIT_S)
         for said in outcome.said:
             self.note(said)
@@ -313,9 +313,10 @@ class _Trial:
         for path in slots_of(SHARED_MEMORY, self.run):
             with suppress(OSError, ValueError):
                 slot = Slot.open(path)
-                at = handover._held(slot) if slot.state.name == "SEALED" else None
+                at = handover._held(slot)
+                is_sealed = slot.state is SlotState.SEALED  # after: it may just begin anew
                 slot.close(unlink=False)
-                if at is not None:
+                if at is not None and is_sealed:
                     found.add(at.step)
         return found
 

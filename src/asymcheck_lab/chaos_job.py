@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from asymcheck import Checkpointer, strategies
+from asymcheck import Checkpointer, snapshotter, strategies
 from asymcheck.planning.cadence import EverySteps
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.strategies import Strategy
@@ -121,18 +121,29 @@ class Job:
             on_error="warn",
             grace_s=grace_s,
         )
+        self.is_blocking = strategies[strategy].capture == "blocking"
         self.training.step = self.checkpointer.restore()
 
     @property
     def persister(self) -> int:
         """Number of the persister process."""
-        snapshotter: Any = self.checkpointer._snapshotter
-        return int(snapshotter._persister.pid)
+        own: Any = self.checkpointer._snapshotter
+        return int(own._persister.pid)
 
     def pause_in_capture(self, pause: Callable[[], None]) -> None:
-        """Pause before the first piece of the next copy."""
-        snapshotter: Any = self.checkpointer._snapshotter
-        snapshotter.copier.between = pause
+        """Pause before the first piece of the next copy, or after it where it is all of it."""
+        own: Any = self.checkpointer._snapshotter
+        own.copier.between = pause
+        if self.is_blocking:
+            module: Any = snapshotter
+            copy = module.copy_eager
+
+            def pausing(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+                found = copy(*arguments, **named)
+                pause()
+                return found
+
+            module.copy_eager = pausing  # this process is a fork and does nothing else
 
     def save(self) -> None:
         """Save, however full the strategy's admission is."""
