@@ -169,6 +169,8 @@ def _outcomes(
     try:
         for _ in runnable:
             yield heard.get(timeout=_CASE_LIMIT_S + 60)
+        for listener in listeners:
+            listener.join(60)  # each job takes its disk away
     except queue.Empty:
         raise RunError(f"no case came to its end within {_CASE_LIMIT_S:g} s") from None
     finally:
@@ -176,6 +178,8 @@ def _outcomes(
             worker.kill()
         for listener in listeners:
             listener.join(5)
+        for disk in top.glob("job-*/disk"):
+            Disk.take_away(disk)
 
 
 def _work(say: Say, share: Sequence[Case], folder: Path) -> None:

@@ -136,8 +136,13 @@ class Disk:
 
     def close(self) -> None:
         """Take it away."""
-        if not self.refused:
-            subprocess.run(["umount", "-l", str(self.folder)], capture_output=True, check=False)
+        self.take_away(self.folder)
+
+    @staticmethod
+    def take_away(folder: Path) -> None:
+        """Unmount what is mounted there; where nothing is, nothing happens."""
+        if folder.is_mount():
+            subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
 
 
 class _Trial:

@@ -270,7 +270,11 @@ class _Soak:
         return Fault(at=at, times=self.random.choice([1, 1, 1, 3]), when=when, do=do)
 
     def lose_power(self) -> None:
-        """A start whose power fails; the next one sees what an unlucky disk kept of it."""
+        """A start whose power fails; the next one sees what an unlucky disk kept of it.
+
+        Nobody else writes meanwhile: the model of the disk knows only what goes through it.
+        """
+        self.await_persisters()
         store = PowerCutStore(self.root, cut_at=self.random.randint(1, _SYSTEM_CALLS))
         life: _Life | None = None
         try:
@@ -399,6 +403,12 @@ class _Soak:
         self.runs.add(repository.run)
         return repository
 
+    def await_persisters(self) -> None:
+        """Let those of killed trainers come to their end."""
+        until_s = time.monotonic() + _WAIT_S
+        while _persisters(self.runs) and time.monotonic() < until_s:
+            time.sleep(0.01)
+
     def end(self, threads: int, files: int) -> None:
         """One more start, and then nothing may be left of all that was started."""
         life = self.begin(LocalStore(self.root))
@@ -411,9 +421,7 @@ class _Soak:
             problems.append(f"left-over objects: {list(left)[:5]}")
         if left_files := list(self.root.glob(".tmp/*")):
             problems.append(f"left-over files: {left_files[:5]}")
-        until_s = time.monotonic() + _WAIT_S
-        while _persisters(self.runs) and time.monotonic() < until_s:
-            time.sleep(0.01)
+        self.await_persisters()
         if processes := _persisters(self.runs):
             problems.append(f"left-over processes: {processes}")
         for run in self.runs:
