@@ -161,8 +161,9 @@ def restore(
                 raise _torn_by(at, found.why) from found.own
         report = loading.report
         for passed, why in skipped:
-            damaged = "" if why.startswith(MARKED) else "is damaged and "
-            _warn(f"checkpoint of step {passed} {damaged}was passed over: {why}")
+            is_mark = why.startswith(MARKED)
+            fate = "was passed over" if is_mark else "is damaged and was passed over"
+            _warn(f"checkpoint of step {passed} {fate}: {why}")
         if report.world_change:
             _warn(f"checkpoint of step {at.step} was {report.world_change}")
         if report.rng_problems:

@@ -148,12 +148,15 @@ def run_soak(
     session = describe_session(f"asymlab soak {command}", top, (0,), 1)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # so that looking for garbage is quick
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # each failure is warned of, and counted here
             tally = _Soak(options, top, tell).run()
     finally:
         torch.set_num_threads(before)
+        gc.unfreeze()
         shutil.rmtree(top, ignore_errors=True)
     record = {**session, **tally.as_json()}
     if options.results is not None:
@@ -388,6 +391,7 @@ class _Soak:
                 f"save {self.durable} is durable, a reader got save {more['serial']}"
             )
         if self.tally.checkpoints % _SAMPLE_EVERY == 0:
+            gc.collect()  # what a collector would free at some time is no growth
             self.tally.rss_bytes.append(_resident_bytes())
 
     def check(self) -> None:
