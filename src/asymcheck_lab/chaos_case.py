@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from asymcheck import handover
+from asymcheck.capture import parse_capture
 from asymcheck.decoding import verify
+from asymcheck.errors import CorruptCheckpoint
+from asymcheck.handover import persisters_of
 from asymcheck.memory.arena import SHARED_MEMORY, Slot, SlotState, slots_of
 from asymcheck.memory.process import ProcessId
 from asymcheck.planning.retention import CheckpointId
@@ -318,11 +320,11 @@ class _Trial:
         for path in slots_of(SHARED_MEMORY, self.run):
             with suppress(OSError, ValueError):
                 slot = Slot.open(path)
-                at = handover._held(slot)
-                is_sealed = slot.state is SlotState.SEALED  # after: it may just begin anew
+                with suppress(CorruptCheckpoint):
+                    step = parse_capture(slot.meta, "slot").at.step
+                    if slot.state is SlotState.SEALED:  # looked at last: it may just begin anew
+                        found.add(step)
                 slot.close(unlink=False)
-                if at is not None and is_sealed:
-                    found.add(at.step)
         return found
 
     def remove_slots(self) -> None:
@@ -436,9 +438,7 @@ class _Trial:
         """Let persisters of dead trainers come to their end."""
         with self.letting_go():
             self._until(
-                lambda: (
-                    not any(not trainer.is_alive for _, trainer in handover.persisters_of(self.run))
-                ),
+                lambda: not any(not trainer.is_alive for _, trainer in persisters_of(self.run)),
                 "persisters of the dead trainer end",
             )
 

@@ -17,10 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from asymcheck.errors import CheckpointError
-from asymcheck.memory.process import ProcessId
 from asymcheck.planning.retention import CheckpointId
-from asymcheck.storage.suspects import mark_suspect
 from asymcheck_lab.errors import LabError, UsageError
 from asymcheck_lab.processes import adopt_orphans, descendants, end_all, reap, send
 from asymcheck_lab.supervise_report import Report, Start, write_report
@@ -28,6 +25,7 @@ from asymcheck_lab.watching import Standing, Watch
 
 _POLL_S = 0.05
 _LOOK_S = 0.5
+_PAUSES = 20
 _LONGEST_BACKOFF_S = 60.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGWINCH)
@@ -158,15 +156,15 @@ class Supervisor:
         if not start.succeeded:
             self._end_left_over(process.pid)
         start.seconds = time.monotonic() - begin_s
-        start.latest_step = max(start.latest_step, self._watch.latest_step())
+        start.latest_step = max(start.latest_step, self._watch.look().latest_step)
         self._tell(f"start {number} ended after {start.seconds:.1f} s: {start.ended}")
         return start
 
     def _see_through(self, process: subprocess.Popen[bytes], start: Start) -> str:
         """Wait for the end of a start, or bring it about; returns how it ended."""
-        signs = self._watch.signs()
+        signs = self._watch.look().signs
         changed_s = looked_s = time.monotonic()
-        trainers: set[ProcessId] = set()
+        pause_s = _LOOK_S
         while True:
             code = process.poll()
             if code is not None:
@@ -177,16 +175,16 @@ class Supervisor:
                 assert self._stop is not None
                 return f"stopped by {self._stop.name}, which was passed on"
             now_s = time.monotonic()
-            if self._watch.sees and now_s - looked_s >= _LOOK_S:
-                looked_s = now_s
-                found = self._watch.signs()
-                trainers |= {ProcessId.of(pid) for pid in self._watch.trainers()}
-                start.latest_step = max(start.latest_step, self._watch.latest_step())
-                if found != signs:
-                    signs, changed_s = found, now_s
+            if self._watch.sees and now_s - looked_s >= pause_s:
+                found = self._watch.look()
+                looked_s = time.monotonic()
+                pause_s = max(_LOOK_S, _PAUSES * (looked_s - now_s))  # listing may be dear
+                start.latest_step = max(start.latest_step, found.latest_step)
+                if found.signs != signs:
+                    signs, changed_s = found.signs, now_s
             limit_s = self._options.hang_timeout_s
             if limit_s is not None and now_s - changed_s > limit_s:
-                dead = sorted(t.pid for t in trainers if not t.is_alive)
+                dead = self._watch.dead_trainers()
                 self._end(process)
                 return _spoken_hang(limit_s, start.latest_step, dead)
             time.sleep(_POLL_S)
@@ -304,11 +302,7 @@ class Supervisor:
         self._mark(at, why)
 
     def _mark(self, at: CheckpointId, why: str) -> None:
-        repository = self._watch.repository
-        assert repository is not None, "its attempts were read"
-        try:
-            mark_suspect(repository.store, at, why)
-        except CheckpointError as failure:
+        if failure := self._watch.mark(at, why):
             self._tell(f"step {at.step} could not be marked suspect: {failure}")
             return
         self._report.note_suspect(at, why)

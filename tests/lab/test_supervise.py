@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,8 +19,11 @@ import pytest
 import asymcheck
 from asymcheck.memory.arena import SHARED_MEMORY, slots_of
 from asymcheck.memory.process import ProcessId
-from asymcheck.storage.repository import open_repository
-from asymcheck.storage.store import open_store
+from asymcheck.planning.retention import CheckpointId
+from asymcheck.storage.memory import MemoryStore
+from asymcheck.storage.repository import create_repository, open_repository
+from asymcheck.storage.store import Entry, open_store
+from asymcheck_lab import watching
 from asymcheck_lab.errors import UsageError
 from asymcheck_lab.supervise import SuperviseOptions
 
@@ -77,6 +81,9 @@ for word in plan:
     elif verb == "heed":
         heard = folder / "heard"
         signal.signal(int(value), lambda n, _: heard.write_text(str(n)) and sys.exit(0))
+    elif verb == "away":
+        (folder / "root").rename(folder / "root-away")
+        (folder / "root").write_text("")
     elif verb == "there":
         (folder / "there").write_text("")
     elif verb == "hang":
@@ -97,6 +104,7 @@ class Case:
         self.folder = folder
         self.root = folder / "root"
         self.report = folder / "report.json"
+        self.launcher: tuple[str, ...] = ()
         (folder / "training.py").write_text(TRAINING)
 
     def begin(self, *starts: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -104,6 +112,7 @@ class Case:
             [
                 *(sys.executable, "-m", "asymcheck_lab", "run", "--backoff-s", "0.01"),
                 *("--root", str(self.root), "--report", str(self.report), *options, "--"),
+                *self.launcher,
                 *(sys.executable, str(self.folder / "training.py"), str(self.folder), *starts),
             ],
             stdout=subprocess.PIPE,
@@ -114,7 +123,7 @@ class Case:
 
     def end(self, process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
         said, _ = process.communicate(timeout=LIMIT_S)
-        assert "Traceback" not in said, said
+        assert "lab/supervise" not in said, said  # no traceback of its own
         found = json.loads(self.report.read_text())
         assert found["code"] == process.returncode, said
         return found, said
@@ -231,6 +240,26 @@ def test_a_hang_is_ended_and_what_it_left_behind_too(case: Case) -> None:
     assert is_gone(case.pid("orphan"))
 
 
+def test_a_command_that_goes_on_though_its_trainer_is_dead_has_lost_its_heartbeat(
+    case: Case,
+) -> None:
+    case.launcher = ("sh", "-c", '"$@"; sleep 600', "launcher")
+    found, _ = case.run(
+        "train=2 kill=9", options=("--hang-timeout-s", "1", "--max-restarts", "0", "--grace-s", "5")
+    )
+    (start,) = found["starts"]
+    assert start["ended"].startswith(f"heartbeat lost: trainers [{case.pid('pid-1')}] are dead")
+    assert start["latest_step"] == 2
+
+
+def test_a_root_that_cannot_be_read_any_more_ends_in_a_report_too(case: Case) -> None:
+    found, said = case.run("train=1 away exit=3", options=("--max-restarts", "2"))
+    assert (found["outcome"], len(found["starts"])) == ("gave up", 3)
+    assert "the root cannot be read" in found["advice"]
+    assert found["suspects"] == []
+    assert found["advice"] in said
+
+
 def test_what_a_dead_launcher_left_is_ended_before_the_next_start(case: Case) -> None:
     found, _ = case.run("orphan train=1 kill=9", "train=1")
     assert found["outcome"] == "done"
@@ -296,3 +325,25 @@ def test_without_a_root_exits_are_seen_all_the_same(tmp_path: Path) -> None:
 def test_what_cannot_be_run_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         SuperviseOptions(**{"command": ("true",), **options})
+
+
+def test_a_root_that_never_answers_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_dead, never = False, threading.Event()
+
+    class Dead(MemoryStore):
+        def list(self, prefix: str = "") -> Iterator[Entry]:
+            if is_dead:
+                never.wait(LIMIT_S)
+            return super().list(prefix)
+
+    store = Dead()
+    create_repository(store)
+    is_dead = True
+    monkeypatch.setattr(watching, "open_store", lambda url: store)
+    monkeypatch.setattr(watching, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(watching, "_LOOK_LIMIT_S", 0.05)
+    watch = watching.Watch("dead://")
+    assert watch.look() == watching.Look()
+    assert watch.standing().problem == "it did not answer within 0.05 s"
+    assert watch.mark(CheckpointId(1, 1), "") == "it did not answer within 0.05 s"
+    never.set()
