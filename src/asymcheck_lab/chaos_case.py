@@ -162,6 +162,7 @@ class _Trial:
         self.done = 0
         self.error = ""
         self.is_hurt = False
+        self.is_lossy = False  # a start went on from a lossy state: it trains another training
         self.gone: set[CheckpointId] = set()
         self.at_strike: set[int] = set()
         self.done_at_strike = 0
@@ -255,6 +256,8 @@ class _Trial:
         if isinstance(said, list) and said[1:] == ["live"]:
             self.done = max(self.done, said[0])
         self.is_hurt = self.is_hurt or said == "hurt"
+        if isinstance(said, dict) and said.get("exact") is False:
+            self.is_lossy = True
         if isinstance(said, dict) and "error" in said:
             self.error = said["error"]
 
@@ -525,15 +528,18 @@ class _Trial:
         """Hold what a start said against the reference."""
         first, last = said
         verdict = self.verdict
-        verdict.problems += [f"step {first['step']}: {what}" for what in first["differences"]]
-        if first["exact"] and not last["exact"]:
-            verdict.problems.append("the end is another one than that of the uninterrupted run")
+        if not self.is_lossy:
+            verdict.problems += [f"step {first['step']}: {what}" for what in first["differences"]]
+            if first["exact"] and not last["exact"]:
+                verdict.problems.append("the end is another one than that of the uninterrupted run")
+        exact = first["exact"] and not self.is_lossy
+        self.is_lossy = not exact
         if last["done"] != LAST:
             verdict.problems.append(f"it ended at step {last['done']}")
         verdict.tier = "root" if first["step"] in committed else "shared memory"
         verdict.resumed_from = first["step"]
         verdict.seconds = round(first["seconds"], 3)
-        verdict.exact = "bit for bit" if first["exact"] else "within its bounds"
+        verdict.exact = "bit for bit" if exact else "within its bounds"
         verdict.skipped = len(first["skipped"])
         self.pids.append(first["pid"])
 
@@ -544,7 +550,8 @@ class _Trial:
         self.check_resumed(said, self.at_strike)
         step = verdict.resumed_from
         if step < max(safe, default=0):
-            verdict.problems.append(f"expected step {max(safe)}, restored {step}")
+            warned = "; ".join(said[0]["warned"]) or "without a word"
+            verdict.problems.append(f"expected step {max(safe)}, restored {step}: {warned}")
         if self.is_partition and self.case.moment != "restore":
             # What counts is how the replacement came up.
             verdict.tier, verdict.resumed_from = replacement.tier, replacement.resumed_from

@@ -196,7 +196,9 @@ def resume(say: Say, url: str, strategy: str, grace_s: float) -> None:
     """Start again, say what was restored and how it compares, and train to the end."""
     _quiet()
     begin_s = time.perf_counter()
-    job = Job(url, strategy, grace_s)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        job = Job(url, strategy, grace_s)
     seconds = time.perf_counter() - begin_s
     training, report = job.training, job.checkpointer.report
     job.checkpointer._grace_s = WAIT_S  # it was for what the dead one left
@@ -210,6 +212,7 @@ def resume(say: Say, url: str, strategy: str, grace_s: float) -> None:
             "exact": not bounds,
             "differences": _differences(training, bounds) if report.step else [],
             "pid": job.persister,
+            "warned": [str(warning.message) for warning in heard],
         }
     )
     while training.step < LAST:
