@@ -16,7 +16,8 @@ from asymcheck.errors import nearest
 from asymcheck.planning.strategies import strategies
 from asymcheck.testing.children import Child, Say
 from asymcheck_lab.bench import append_record, describe_session
-from asymcheck_lab.chaos_case import FAULTS, MOMENTS, Case, Disk, run_case
+from asymcheck_lab.chaos_case import run_case
+from asymcheck_lab.chaos_stage import FAULTS, MOMENTS, Case, Disk, Verdict
 from asymcheck_lab.errors import LabError, RunError, UsageError
 
 NOT_HERE: Mapping[str, str] = {
@@ -216,8 +217,6 @@ def _listen(
 
 
 def _lost(why: str) -> dict[str, Any]:
-    from asymcheck_lab.chaos_case import Verdict
-
     return Verdict(problems=[why]).as_json()
 
 

@@ -83,7 +83,7 @@ def strategies_of(records: Sequence[Record]) -> list[Group]:
 
 def _place(record: Record) -> tuple[int, int]:
     from asymcheck_lab.chaos import ALL_FAULTS
-    from asymcheck_lab.chaos_case import MOMENTS
+    from asymcheck_lab.chaos_stage import MOMENTS
 
     fault, moment = record["fault"], record["moment"]
     return (

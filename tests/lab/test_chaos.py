@@ -17,8 +17,8 @@ import asymcheck
 from asymcheck import strategies
 from asymcheck.memory.arena import SHARED_MEMORY, slots_of
 from asymcheck_lab.chaos import ALL_FAULTS, NOT_HERE, ChaosOptions, broken, cases_of
-from asymcheck_lab.chaos_case import FAULTS, MOMENTS
 from asymcheck_lab.chaos_report import groups_of, read_chaos, render, strategies_of
+from asymcheck_lab.chaos_stage import FAULTS, MOMENTS
 from asymcheck_lab.cli import app
 from asymcheck_lab.errors import UsageError
 
