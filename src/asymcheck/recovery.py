@@ -38,6 +38,7 @@ from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.index import RAW, TREE_KEY, Chunk, Index, Leaf
 from asymcheck.storage.listing import Listing
 from asymcheck.storage.reader import OpenCheckpoint
+from asymcheck.storage.suspects import MARKED, spoken_mark
 
 _LOOKS = 100
 """How often a restore looks again because a writer removed what it was about to read."""
@@ -57,7 +58,8 @@ class RestoreReport:
         attempt: The attempt that had written it, ``None`` for a fresh start.
         restored_bytes: Bytes read into live state.
         duration_s: Seconds from choosing to done.
-        skipped: Newer checkpoints that were passed over, each as ``(step, why)``.
+        skipped: Newer checkpoints that were passed over, damaged or marked suspect, each as
+            ``(step, why)``.
         rng_problems: What of the random number generators could not be set.
         missing_keys: With ``strict=False``: live, and not in the checkpoint.
         unexpected_keys: With ``strict=False``: in the checkpoint, and not live.
@@ -172,7 +174,9 @@ def restore(
                 raise _torn_by(at, found.why) from found.own
         report = loading.report
         for passed, why in skipped:
-            _warn(f"checkpoint of step {passed} is damaged and was passed over: {why}")
+            is_mark = why.startswith(MARKED)
+            fate = "was passed over" if is_mark else "is damaged and was passed over"
+            _warn(f"checkpoint of step {passed} {fate}: {why}")
         if report.world_change:
             _warn(f"checkpoint of step {at.step} was {report.world_change}")
         if report.rng_problems:
@@ -217,18 +221,26 @@ def _notes_of(hierarchy: Hierarchy) -> dict[str, Any]:
 
 
 def _look(hierarchy: Hierarchy, step: int | None) -> Look:
-    """What may be restored, best first, and what is damaged and would have been better."""
+    """What may be restored, best first, and what is damaged or suspect and would have been better.
+
+    A suspect is loaded where it is asked for: so one can find out what is wrong with it.
+    """
     listing = hierarchy.survey()
     candidates = _candidates(hierarchy, listing, step)
     newest = candidates[0] if candidates else CheckpointId(0, 0)
+    passed = [
+        (at.step, spoken_mark(hierarchy.copies, at))
+        for at in sorted(listing.suspects)
+        if step is None and at > newest
+    ]
     damaged = [
         (d.at.step, d.why)
         for d in listing.damaged
         if (d.at > newest if step is None else d.at.step == step)
     ]
-    if not candidates and not damaged:
+    if not candidates and not damaged and not passed:
         raise NoCheckpoint(_none_there(hierarchy, listing, step))
-    return candidates, damaged
+    return candidates, passed + damaged
 
 
 def _candidates(hierarchy: Hierarchy, listing: Listing, step: int | None) -> list[CheckpointId]:

@@ -264,10 +264,10 @@ class RootWriter:
             self._existing().check_writer(attempt)
 
     def _refuse_other_checkpoints(self) -> None:
-        found = self._existing().lineage()
+        found = self._existing().survey().committed
         if found:
             raise OptionError(
-                f"save: {self._store.url} holds checkpoints up to step {found[-1].step}: call "
+                f"save: {self._store.url} holds checkpoints up to step {max(found).step}: call "
                 f"restore() first, or restore(resume='never') to start beside them"
             )
 
@@ -340,7 +340,7 @@ class RootWriter:
         self._check_process()
         self._latest_step = step
         if self._snapshotter is not None:
-            self._snapshotter.latest_step = step
+            self._snapshotter.note_step(step)
             self._snapshotter.settle()
 
     # --- one save -------------------------------------------------------------------
