@@ -30,6 +30,7 @@ from asymcheck.errors import (
 from asymcheck.planning.policy import Admission
 from asymcheck.planning.strategies import Strategy
 from asymcheck.storage.local import LocalStore
+from asymcheck.storage.local_reading import OpenFile
 from asymcheck.storage.repository import open_repository
 from asymcheck.storage.store import open_store
 from asymcheck.testing.ranks import check_all, run_ranks
@@ -204,6 +205,33 @@ def test_ranks_and_ways_to_train_follow_each_other(tmp_path: Path) -> None:
 
 
 # --- decisions ------------------------------------------------------------------
+
+
+def test_only_what_no_other_rank_reads_goes_past_the_page_cache(tmp_path: Path) -> None:
+    def work(rank: int, say: Any) -> None:
+        read: list[int] = []
+        real = OpenFile.read_once
+
+        def watched(self: OpenFile, offset: int, into: memoryview) -> None:
+            read.append(offset)
+            real(self, offset, into)
+
+        OpenFile.read_once = watched  # type: ignore[method-assign]  in a process of its own
+        for how in ("ddp", "fsdp2"):
+            job = Job(tmp_path / how, how)
+            job.restore()
+            job.update()
+            job.checkpointer.save(1)
+            job.checkpointer.close()
+            read.clear()
+            again = Job(tmp_path / how, how, read_only=True)
+            again.restore()
+            say([how, bool(read), digest(*again.model.parameters())])
+            assert digest(*again.model.parameters()) == digest(*job.model.parameters())
+            again.checkpointer.close()
+
+    told = check_all(run_ranks(2, work))
+    assert [said[:2] for rank in told for said in rank] == [["ddp", False], ["fsdp2", True]] * 2
 
 
 def test_a_cadence_of_time_saves_the_same_steps_on_all_ranks(tmp_path: Path) -> None:

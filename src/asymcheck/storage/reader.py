@@ -14,7 +14,7 @@ from asymcheck.storage.index import Chunk, Index, Leaf, StoredObject, parse_inde
 from asymcheck.storage.manifest import RANKS, Manifest, parse_manifest, standing_of, unfit_as_base
 from asymcheck.storage.names import index_name, manifest_name, step_folder
 from asymcheck.storage.sealed import digest, short
-from asymcheck.storage.store import Readable, Store, read_all
+from asymcheck.storage.store import Readable, ReadsOnce, Store, read_all
 
 _SPOKEN_KEYS = 8
 
@@ -34,13 +34,15 @@ class OpenCheckpoint:
     _packs: Mapping[str, Readable] = field(repr=False)
     base: OpenCheckpoint | None = None
 
-    def read(self, index: Index, chunk: Chunk, into: memoryview) -> None:
+    def read(self, index: Index, chunk: Chunk, into: memoryview, *, once: bool = False) -> None:
         """Fill ``into`` with the stored bytes of a chunk and check them; blocks.
 
         Args:
             index: The rank's index that lists the chunk.
             chunk: The chunk.
             into: Exactly ``chunk.stored_bytes`` long; on an error its content is undefined.
+            once: Whether nobody else on this host reads them soon: then they need not stay in
+                its page cache.
 
         Raises:
             CorruptCheckpoint: The bytes are not those that were committed.
@@ -48,7 +50,10 @@ class OpenCheckpoint:
         """
         pack = index.packs[chunk.pack]
         opened = self._packs[pack.name]
-        opened.readinto(chunk.offset, into)
+        if once and isinstance(opened, ReadsOnce):
+            opened.read_once(chunk.offset, into)
+        else:
+            opened.readinto(chunk.offset, into)
         found = digest(into)
         where = f"{pack.name} at byte {chunk.offset}"
         if found != chunk.hash:
