@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from asymcheck.agreement import Agreement
 from asymcheck.device.state import State
@@ -17,6 +17,7 @@ from asymcheck.errors import (
     CheckpointError,
     NoCheckpoint,
     OptionError,
+    RankFailed,
     StoreError,
 )
 from asymcheck.events import Sink
@@ -29,6 +30,7 @@ from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.strategies import Strategy
 from asymcheck.ranks import Ranks
 from asymcheck.snapshotter import Snapshotter
+from asymcheck.storage.manifest import dump_attempt, parse_attempt
 from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.store import Store
 from asymcheck.tracing import Tracer
@@ -121,9 +123,27 @@ class RootWriter:
         """Claim an attempt that continues from ``parent``; nothing is pending."""
         if self._read_only:
             return
-        self._attempt = self._ranks.first(
-            "claiming the root", lambda: self._existing().claim(parent).number
-        )
+        failed: list[CheckpointError] = []
+
+        def claim() -> list[Any]:
+            number, why = None, ""
+            try:
+                number = self._existing().claim(parent).number
+            except CheckpointError as failure:
+                failed.append(failure)
+                why = f"{type(failure).__name__}: {failure}"
+            return [number, why, [dump_attempt(c).decode() for c in self._existing().claims]]
+
+        number, why, claims = self._ranks.first("claiming the root", claim)
+        # Also of a claim that failed: its record may be there, and is no other job's.
+        self._existing().claims[:] = [parse_attempt(c.encode(), "claim") for c in claims]
+        if number is None:
+            raise (
+                failed.pop()
+                if failed
+                else RankFailed((0,), f"claiming the root: rank 0 failed: {why}")
+            )
+        self._attempt = number
         self._capturing()  # a persister that is started now is there at the first save
 
     def _take_attempt(self, step: int, last_step: int) -> None:

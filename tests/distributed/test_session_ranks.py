@@ -26,6 +26,7 @@ from asymcheck.errors import (
     OptionError,
     RankFailed,
     StateError,
+    StoreError,
 )
 from asymcheck.planning.policy import Admission
 from asymcheck.planning.strategies import Strategy
@@ -532,6 +533,39 @@ def test_a_second_job_on_the_root_stops_all_ranks_of_the_first(tmp_path: Path) -
     assert first[0] == second[0]
     for _, kind, text in (first, second):
         assert kind == "SupersededWriter" or "SupersededWriter" in text
+
+
+def test_a_claim_of_rank_0_that_failed_after_it_was_recorded_stops_no_rank(tmp_path: Path) -> None:
+    create = LocalStore.create
+
+    def create_and_fail(store: LocalStore, name: str, data: Any) -> bool:
+        create(store, name, data)
+        raise StoreError("the answer was lost", retryable=True)
+
+    def work(rank, say):
+        job = Job(tmp_path / "root")
+        job.restore()
+        job.update()
+        job.checkpointer.save(5)
+        LocalStore.create = create_and_fail  # type: ignore[method-assign]  a process of its own
+        for _ in range(2):
+            failure = raised_by(lambda: job.checkpointer.save(5))
+            say([type(failure).__name__, str(failure)])
+        LocalStore.create = create  # type: ignore[method-assign]
+        for step in (6, 7):
+            job.update()
+            job.checkpointer.save(step)
+            job.checkpointer.wait()
+        say(job.checkpointer.steps()[-2:])
+        end(job)
+
+    first, second = check_all(run_ranks(2, work))
+    assert first[-1] == second[-1] == [6, 7]
+    assert [kind for kind, _ in first[:-1]] == ["StoreError"] * 2
+    for kind, text in second[:-1]:
+        assert kind == "RankFailed"
+        assert "rank 0 failed: StoreError" in text
+        assert "the answer was lost" in text
 
 
 def test_a_strategy_that_keeps_checkpoints_in_memory_is_refused(tmp_path: Path) -> None:
