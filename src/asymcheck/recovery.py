@@ -146,7 +146,8 @@ def restore(
     candidates, skipped = ranks.first(look)
     while candidates:
         at = candidates.pop(0)
-        loading = _Loading(hierarchy, at, state, rank, on_world_change, strict=strict, cast=cast)
+        who = (rank, world, on_world_change)
+        loading = _Loading(hierarchy, at, state, *who, strict=strict, cast=cast)
         with timed(sink, Stage.RESTORE, at.step), loading:
             # Nothing is overwritten on any rank before all know that it fits.
             found = ranks.settle("planning a restore", loading.plan(), at)
@@ -269,6 +270,7 @@ class _Loading:
         at: CheckpointId,
         state: State,
         rank: int,
+        world: int,
         on_world_change: WorldChange,
         *,
         strict: bool,
@@ -278,6 +280,7 @@ class _Loading:
         self._at = at
         self._state = state
         self._rank = rank
+        self._world = world
         self._on_world_change = on_world_change
         self._strict = strict
         self._cast = cast
@@ -337,10 +340,15 @@ class _Loading:
         # Ranks that want the same begin at different places: each finds in the page cache what
         # the others have read meanwhile.
         first = self._rank % len(checkpoint.indexes)
+        places = plan.places.sinks.items()
+        # What nobody else reads need not go through the page cache: that is a copy less, and as
+        # much memory.
+        alone = self._world == 1 or (
+            self._world == len(checkpoint.indexes) and {r for (r, _), _ in places} == {self._rank}
+        )
         for index in (*checkpoint.indexes[first:], *checkpoint.indexes[:first]):
-            places = plan.places.sinks.items()
             sinks = {key: sinks for (rank, key), sinks in places if rank == index.rank}
-            self._read_leaves(checkpoint, decoding, index, sinks)
+            self._read_leaves(checkpoint, decoding, index, sinks, once=alone)
 
     def finish(self, *, torn: bool) -> Found:
         """Set Python values.
@@ -381,7 +389,13 @@ class _Loading:
         return decoding.read_leaf(index, next(x for x in index.leaves if x.key == TREE_KEY))
 
     def _read_leaves(
-        self, checkpoint: OpenCheckpoint, decoding: Decoding, index: Index, sinks: _Sinks
+        self,
+        checkpoint: OpenCheckpoint,
+        decoding: Decoding,
+        index: Index,
+        sinks: _Sinks,
+        *,
+        once: bool,
     ) -> None:
         """Read chunk after chunk; a few of them are decoded beside that, in threads.
 
@@ -393,10 +407,10 @@ class _Loading:
             for piece in _reads(index, sinks):
                 if piece.chunk.codec == RAW and piece.live is not None:
                     self.touched = True
-                    checkpoint.read(index, piece.chunk, piece.live)
+                    checkpoint.read(index, piece.chunk, piece.live, once=once)
                     self._put(piece, piece.live)
                     continue
-                loaded = decoding.load(index, piece.chunk)
+                loaded = decoding.load(index, piece.chunk, once=once)
                 if piece.chunk.codec == RAW:
                     self._put(piece, loaded.raw())
                     loaded.release()

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from asymcheck.agreement import Agreement
 from asymcheck.device.state import State
@@ -20,6 +20,7 @@ from asymcheck.errors import (
     IncompatibleCheckpoint,
     NoCheckpoint,
     OptionError,
+    RankFailed,
     StoreError,
 )
 from asymcheck.events import Sink
@@ -39,6 +40,7 @@ from asymcheck.snapshotter import Snapshotter
 from asymcheck.storage.copies import Place
 from asymcheck.storage.healing import heal_tops
 from asymcheck.storage.hierarchy import Hierarchy
+from asymcheck.storage.manifest import dump_attempt, parse_attempt
 from asymcheck.storage.names import attempt_name
 from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.runs import read_run
@@ -210,14 +212,30 @@ class RootWriter:
         """Claim an attempt that continues from ``parent``; nothing is pending."""
         if self._read_only:
             return
+        failed: list[CheckpointError] = []
 
-        def claim() -> tuple[int, list[str]]:
-            claimed = self._at_start.claim(self._existing(), parent)
-            return claimed.number, [tier.label for tier, _ in self._at_start.reached]
+        def claim() -> list[Any]:
+            number, why = None, ""
+            try:
+                number = self._at_start.claim(self._existing(), parent).number
+            except CheckpointError as failure:
+                failed.append(failure)
+                why = f"{type(failure).__name__}: {failure}"
+            claims = [dump_attempt(c).decode() for c in self._existing().claims]
+            return [number, why, claims, [tier.label for tier, _ in self._at_start.reached]]
 
-        self._attempt, reached = self._ranks.first("claiming the root", claim)
+        number, why, claims, reached = self._ranks.first("claiming the root", claim)
+        # Also of a claim that failed: its record may be there, and is no other job's.
+        self._existing().claims[:] = [parse_attempt(c.encode(), "claim") for c in claims]
+        if number is None:
+            raise (
+                failed.pop()
+                if failed
+                else RankFailed((0,), f"claiming the root: rank 0 failed: {why}")
+            )
+        self._attempt = number
         if self._ranks.world > 1:
-            self._find_claim(self._attempt, reached)
+            self._find_claim(number, reached)
         self._capturing()  # a persister that is started now is there at the first save
 
     def _find_claim(self, attempt: int, reached: Sequence[str]) -> None:
