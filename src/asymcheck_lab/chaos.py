@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import shutil
 import tempfile
@@ -117,7 +118,7 @@ def run_chaos(
         top = Path(tempfile.mkdtemp(prefix="asymlab-chaos-", dir=options.folder))
     except OSError as failure:
         raise LabError(f"{options.folder}: {failure.strerror}") from failure
-    session = describe_session(options.command, top, (0,), SCHEMA)
+    session = describe_session(options.command, top, tuple(os.sched_getaffinity(0)), SCHEMA)
     cases = cases_of(options)
     records = []
     load_once()

@@ -145,7 +145,7 @@ def run_soak(
         raise LabError(f"{options.folder}: {failure.strerror}") from failure
     words = ("checkpoints", "kills", "seed")
     command = " ".join(f"--{word} {getattr(options, word)}" for word in words)
-    session = describe_session(f"asymlab soak {command}", top, (0,), 1)
+    session = describe_session(f"asymlab soak {command}", top, tuple(os.sched_getaffinity(0)), 1)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.collect()
