@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from asymcheck import cli_engine, cli_host, cli_suspect
+from asymcheck import cli_engine, cli_host, cli_recover, cli_suspect
 from asymcheck.cli_base import (
     DAMAGED_OR_MISSING,
     Json,
@@ -78,6 +78,7 @@ app = typer.Typer(
 
 app.add_typer(cli_engine.app)
 app.add_typer(cli_host.app)
+app.add_typer(cli_recover.app)
 app.add_typer(cli_suspect.app)
 
 
