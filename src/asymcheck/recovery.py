@@ -82,6 +82,7 @@ class TornRestore(CorruptCheckpoint):
     """Damage was met after live state had been overwritten, and nothing else could be loaded."""
 
 
+@put_off()
 def restore(
     repository: Repository,
     state: State,
@@ -190,7 +191,7 @@ def _torn_by(at: CheckpointId, what: str) -> TornRestore:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, CheckpointWarning, stacklevel=4)
+    warnings.warn(message, CheckpointWarning, stacklevel=5)
 
 
 def _look(repository: Repository, step: int | None) -> Look:
