@@ -220,6 +220,7 @@ class _Worker:
         """The work of a thread. What is chosen from checkpoint to checkpoint is its own."""
         chooser = Chooser(self._selection, self._batching)
         try:
+            chooser.prepare()
             while (work := self._next()) is not None:
                 self._persist_one(work.slot, chooser)
                 with self._changed:

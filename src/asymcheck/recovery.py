@@ -95,6 +95,7 @@ class TornRestore(CorruptCheckpoint):
     """Damage was met after live state had been overwritten, and nothing else could be loaded."""
 
 
+@put_off()
 def restore(
     hierarchy: Hierarchy,
     state: State,
@@ -208,7 +209,7 @@ def _torn_by(at: CheckpointId, what: str) -> TornRestore:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, CheckpointWarning, stacklevel=4)
+    warnings.warn(message, CheckpointWarning, stacklevel=5)
 
 
 def _notes_of(hierarchy: Hierarchy) -> dict[str, Any]:

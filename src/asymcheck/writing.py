@@ -24,6 +24,7 @@ from asymcheck.errors import (
     StoreError,
 )
 from asymcheck.events import Sink
+from asymcheck.garbage import put_off
 from asymcheck.handles import Handle
 from asymcheck.handover import take_over
 from asymcheck.memory.arena import SHARED_MEMORY, Arena
@@ -363,6 +364,7 @@ class RootWriter:
 
     # --- one save -------------------------------------------------------------------
 
+    @put_off()
     def _capture(
         self, step: int, numbers: Mapping[str, float], when_full: Literal["wait", "skip", "raise"]
     ) -> Handle | None:
