@@ -2,7 +2,8 @@
 
 Nothing here needs torch. What all commands share stands in ``cli_base``; those that look after
 the machine, ``doctor`` and ``repair``, in ``cli_host``; those that explain, in ``cli_engine``;
-marks in ``cli_suspect``.
+marks in ``cli_suspect``; what the next start would load in ``cli_recover``;
+the agent of peers in ``cli_peers``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from asymcheck import cli_engine, cli_host, cli_recover, cli_suspect
+from asymcheck import cli_engine, cli_host, cli_peers, cli_recover, cli_suspect
 from asymcheck.cli_base import (
     DAMAGED_OR_MISSING,
     Json,
@@ -78,6 +79,7 @@ app = typer.Typer(
 
 app.add_typer(cli_engine.app)
 app.add_typer(cli_host.app)
+app.add_typer(cli_peers.app)
 app.add_typer(cli_recover.app)
 app.add_typer(cli_suspect.app)
 

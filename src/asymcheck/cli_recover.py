@@ -120,7 +120,7 @@ def _print(decision: Decision) -> None:
     for given in decision.served:
         if given.nbytes:
             show_line(
-                f"  {plain(given.tier)} gives {size_text(given.nbytes)}, in {given.duration_s:.2f} s"
+                f"  {plain(given.tier)} gives {size_text(given.nbytes)} in {given.duration_s:.2f} s"
             )
 
 
@@ -132,10 +132,7 @@ def _slot(found: InMemory) -> str:
 
 
 def _candidate(candidate: Candidate) -> str:
-    tiers = ", ".join(
-        f"{plain(t.tier)} {'all' if t.there == t.expected else f'{t.there} of {t.expected}'} objects"
-        for t in candidate.tiers
-    )
+    tiers = ", ".join(f"{plain(t.tier)} {t.there} of {t.expected} objects" for t in candidate.tiers)
     verdict = f"passed over: {plain(candidate.why_not)}" if candidate.why_not else "whole"
     return f"{say(candidate.at)}: {verdict}" + (f" [{tiers}]" if tiers else "")
 
@@ -161,21 +158,23 @@ def _print_json(
         chosen=None if decision.chosen is None else id_json(decision.chosen),
         source=decision.source or None,
         served=[asdict(given) for given in decision.served],
-        slots=[
-            {
-                "slot": s.remnant.name,
-                "fate": s.fate,
-                "why": s.why or None,
-                "bytes": s.remnant.nbytes,
-                **({"step": None, "attempt": None} if s.remnant.at is None else id_json(s.remnant.at)),
-            }
-            for s in decision.slots
-        ],
+        slots=[_slot_json(slot) for slot in decision.slots],
         candidates=[_candidate_json(candidate) for candidate in decision.candidates],
         damaged=[asdict(bad) for bad in decision.damaged],
         unreachable=[{"tier": name, "why": why} for name, why in decision.unreachable],
         healed=[asdict(end) for end in healed],
     )
+
+
+def _slot_json(found: InMemory) -> dict[str, Any]:
+    at = found.remnant.at
+    return {
+        "slot": found.remnant.name,
+        "fate": found.fate,
+        "why": found.why or None,
+        "bytes": found.remnant.nbytes,
+        **({"step": None, "attempt": None} if at is None else id_json(at)),
+    }
 
 
 def _candidate_json(candidate: Candidate) -> dict[str, Any]:

@@ -126,7 +126,8 @@ def decide(
     if step is not None and not wanted:
         wanted = sorted((at for at in listing.committed if at.step == step), reverse=True)[:1]
     slots = list(_slots(hierarchy, directory))
-    newest = max((s.remnant.at for s in slots if s.fate == "persisted" and s.remnant.at), default=None)
+    held = [s.remnant.at for s in slots if s.fate == "persisted" and s.remnant.at]
+    newest = max(held, default=None)
     better = wanted[0] if wanted else CheckpointId(0, 0)
     passed = {at: spoken_mark(hierarchy.copies, at) for at in listing.suspects if at > better}
     passed |= {d.at: d.why for d in listing.damaged if d.at > better}

@@ -19,6 +19,7 @@ WITH_TORCH = {
     "device",
     "integrations",
     "keeping.py",
+    "mending.py",
     "options.py",
     "rank_store.py",
     "ranks.py",
