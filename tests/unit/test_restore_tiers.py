@@ -206,8 +206,10 @@ def test_a_start_from_nothing_beside_a_tier_out_of_reach_is_said_or_refused() ->
         flaky.fault = Fault(at=1, times=0, op="list")
         with pytest.raises(NoCheckpoint, match="may have some"):
             ckpt.restore(resume="must")
-        with pytest.warns(CheckpointWarning, match="starts from nothing"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CheckpointWarning)
             assert ckpt.restore() == 0
+        assert any("starts from nothing" in str(w.message) for w in caught)
         flaky.fault = Fault(do="none")
 
 
