@@ -84,21 +84,26 @@ class Decoding:
                     )
                 self._codecs[name] = codec
 
-    def load(self, index: Index, chunk: Chunk) -> Loaded:
+    def load(self, index: Index, chunk: Chunk, *, once: bool = False) -> Loaded:
         """Read and verify the stored bytes of a chunk, and of its base's; blocks.
+
+        Args:
+            index: The rank's index that lists the chunk.
+            chunk: The chunk.
+            once: As in ``OpenCheckpoint.read``.
 
         Raises:
             CorruptCheckpoint: They are not those that were committed, or a delta's base does
                 not have the bytes that it stands on.
             StoreError: The medium failed.
         """
-        links = [self._load(self._checkpoints[0], index, chunk)]
+        links = [self._load(self._checkpoints[0], index, chunk, once)]
         for base, checkpoint in zip(self._bases, self._checkpoints[1:], strict=True):
             above = links[-1]
             if above.codec is None or not above.codec.needs_base:
                 break
             try:
-                below = self._load(checkpoint, *base.chunk_of(above.index, above.chunk))
+                below = self._load(checkpoint, *base.chunk_of(above.index, above.chunk), once)
             except CorruptCheckpoint as failure:
                 if failure.where == above.where:
                     raise
@@ -114,9 +119,9 @@ class Decoding:
             links.append(below)
         return Loaded(self, links)
 
-    def _load(self, checkpoint: OpenCheckpoint, index: Index, chunk: Chunk) -> _Link:
+    def _load(self, checkpoint: OpenCheckpoint, index: Index, chunk: Chunk, once: bool) -> _Link:
         room = self._take(chunk.stored_bytes)
-        checkpoint.read(index, chunk, room.view)
+        checkpoint.read(index, chunk, room.view, once=once)
         return _Link(index, chunk, self._codecs.get(chunk.codec), room)
 
     def read(self, index: Index, chunk: Chunk, into: memoryview) -> None:
@@ -305,7 +310,8 @@ def verify(hierarchy: Hierarchy, at: CheckpointId, find: Find = known_codec) -> 
             for index in checkpoint.indexes:
                 for chunk in index.chunks:
                     try:
-                        loaded = decoding.load(index, chunk)
+                        # What the medium has, not what the page cache remembers of it.
+                        loaded = decoding.load(index, chunk, once=True)
                         loaded.raw()
                         loaded.release()
                     except (CorruptCheckpoint, StoreError) as failure:

@@ -173,7 +173,10 @@ class _Worker:
             if control not in self._poll(_IDLE_MS if block else 0, *watched):
                 return
             block = False
-            data, fds, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
+            try:
+                data, fds, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
+            except ConnectionResetError:
+                continue  # it died with reports unread; what it had sent comes next, then the end
             message = json.loads(data or b'{"close": true}')
             self._hear_claims(message)
             if "close" in message:
@@ -217,6 +220,7 @@ class _Worker:
         """The work of a thread. What is chosen from checkpoint to checkpoint is its own."""
         chooser = Chooser(self._selection, self._batching)
         try:
+            chooser.prepare()
             while (work := self._next()) is not None:
                 self._persist_one(work.slot, chooser)
                 with self._changed:

@@ -31,6 +31,7 @@ from asymcheck.planning.retention import CheckpointId, Parents, Retention
 from asymcheck.planning.tiers import Tier
 from asymcheck.storage.listing import Listing
 from asymcheck.storage.mirror import copy_checkpoint, open_copy, share_attempts
+from asymcheck.storage.names import manifest_name
 from asymcheck.storage.repository import Repository
 from asymcheck.storage.store import Store
 from asymcheck.tiering import Standing, TierState
@@ -145,7 +146,6 @@ class Mover:
     ) -> None:
         self._writer = home  # knows which attempts are its own
         self._home = Repository(home.store, home.run)
-        self._home.known = {}
         self._tier, self._store, self._told, self._sink = tier, store, told, sink
         self._standing = Standing(tier)
         self._pauses_s = pauses_s
@@ -232,7 +232,6 @@ class Mover:
     def _opened(self) -> Repository:
         if self._copy is None:
             copy = open_copy(self._store, self._home.run)
-            copy.known = {}
             self._check(copy)
             copy.store.sweep()
             self._copy = copy
@@ -272,7 +271,7 @@ class Mover:
     def _promote_next(self, copy: Repository, *, newest_too: bool) -> bool:
         """Promote the newest of what is due; returns whether there was something to do."""
         self._check(copy)
-        home, parents, there = self._home.survey(), self._home.parents(), copy.survey()
+        home, parents, there = _look(self._home), self._home.parents(), _look(copy)
         self._standing.there = {at: m.created_s for at, m in there.committed.items()}
         at, overtaken = self._standing.choose(home.committed, parents, newest_too=newest_too)
         self._skip(overtaken, home)
@@ -401,6 +400,13 @@ class Mover:
                 self._copy.finish()
         except CheckpointError as failure:
             _log.warning("tier %s: left-overs stay: %s", self._tier.label, failure)
+
+
+def _look(repository: Repository) -> Listing:
+    """What is there, each manifest read once; what is gone is forgotten."""
+    found = repository.survey()
+    repository.known = {manifest_name(at): manifest for at, manifest in found.committed.items()}
+    return found
 
 
 def deadline(timeout_s: float) -> Callable[[], bool]:

@@ -38,6 +38,7 @@ from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.index import RAW, TREE_KEY, Chunk, Index, Leaf
 from asymcheck.storage.listing import Listing
 from asymcheck.storage.reader import OpenCheckpoint
+from asymcheck.storage.suspects import MARKED, spoken_mark
 
 _LOOKS = 100
 """How often a restore looks again because a writer removed what it was about to read."""
@@ -57,7 +58,8 @@ class RestoreReport:
         attempt: The attempt that had written it, ``None`` for a fresh start.
         restored_bytes: Bytes read into live state.
         duration_s: Seconds from choosing to done.
-        skipped: Newer checkpoints that were passed over, each as ``(step, why)``.
+        skipped: Newer checkpoints that were passed over, damaged or marked suspect, each as
+            ``(step, why)``.
         rng_problems: What of the random number generators could not be set.
         missing_keys: With ``strict=False``: live, and not in the checkpoint.
         unexpected_keys: With ``strict=False``: in the checkpoint, and not live.
@@ -93,6 +95,7 @@ class TornRestore(CorruptCheckpoint):
     """Damage was met after live state had been overwritten, and nothing else could be loaded."""
 
 
+@put_off()
 def restore(
     hierarchy: Hierarchy,
     state: State,
@@ -144,7 +147,8 @@ def restore(
     candidates, skipped = ranks.first(look)
     while candidates:
         at = candidates.pop(0)
-        loading = _Loading(hierarchy, at, state, rank, on_world_change, strict=strict, cast=cast)
+        who = (rank, world, on_world_change)
+        loading = _Loading(hierarchy, at, state, *who, strict=strict, cast=cast)
         with timed(sink, Stage.RESTORE, at.step), loading:
             # Nothing is overwritten on any rank before all know that it fits.
             found = ranks.settle("planning a restore", loading.plan(), at)
@@ -172,7 +176,9 @@ def restore(
                 raise _torn_by(at, found.why) from found.own
         report = loading.report
         for passed, why in skipped:
-            _warn(f"checkpoint of step {passed} is damaged and was passed over: {why}")
+            is_mark = why.startswith(MARKED)
+            fate = "was passed over" if is_mark else "is damaged and was passed over"
+            _warn(f"checkpoint of step {passed} {fate}: {why}")
         if report.world_change:
             _warn(f"checkpoint of step {at.step} was {report.world_change}")
         if report.rng_problems:
@@ -203,7 +209,7 @@ def _torn_by(at: CheckpointId, what: str) -> TornRestore:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, CheckpointWarning, stacklevel=4)
+    warnings.warn(message, CheckpointWarning, stacklevel=5)
 
 
 def _notes_of(hierarchy: Hierarchy) -> dict[str, Any]:
@@ -217,18 +223,26 @@ def _notes_of(hierarchy: Hierarchy) -> dict[str, Any]:
 
 
 def _look(hierarchy: Hierarchy, step: int | None) -> Look:
-    """What may be restored, best first, and what is damaged and would have been better."""
+    """What may be restored, best first, and what is damaged or suspect and would have been better.
+
+    A suspect is loaded where it is asked for: so one can find out what is wrong with it.
+    """
     listing = hierarchy.survey()
     candidates = _candidates(hierarchy, listing, step)
     newest = candidates[0] if candidates else CheckpointId(0, 0)
+    passed = [
+        (at.step, spoken_mark(hierarchy.copies, at))
+        for at in sorted(listing.suspects)
+        if step is None and at > newest
+    ]
     damaged = [
         (d.at.step, d.why)
         for d in listing.damaged
         if (d.at > newest if step is None else d.at.step == step)
     ]
-    if not candidates and not damaged:
+    if not candidates and not damaged and not passed:
         raise NoCheckpoint(_none_there(hierarchy, listing, step))
-    return candidates, damaged
+    return candidates, passed + damaged
 
 
 def _candidates(hierarchy: Hierarchy, listing: Listing, step: int | None) -> list[CheckpointId]:
@@ -257,6 +271,7 @@ class _Loading:
         at: CheckpointId,
         state: State,
         rank: int,
+        world: int,
         on_world_change: WorldChange,
         *,
         strict: bool,
@@ -266,6 +281,7 @@ class _Loading:
         self._at = at
         self._state = state
         self._rank = rank
+        self._world = world
         self._on_world_change = on_world_change
         self._strict = strict
         self._cast = cast
@@ -325,10 +341,15 @@ class _Loading:
         # Ranks that want the same begin at different places: each finds in the page cache what
         # the others have read meanwhile.
         first = self._rank % len(checkpoint.indexes)
+        places = plan.places.sinks.items()
+        # What nobody else reads need not go through the page cache: that is a copy less, and as
+        # much memory.
+        alone = self._world == 1 or (
+            self._world == len(checkpoint.indexes) and {r for (r, _), _ in places} == {self._rank}
+        )
         for index in (*checkpoint.indexes[first:], *checkpoint.indexes[:first]):
-            places = plan.places.sinks.items()
             sinks = {key: sinks for (rank, key), sinks in places if rank == index.rank}
-            self._read_leaves(checkpoint, decoding, index, sinks)
+            self._read_leaves(checkpoint, decoding, index, sinks, once=alone)
 
     def finish(self, *, torn: bool) -> Found:
         """Set Python values.
@@ -369,7 +390,13 @@ class _Loading:
         return decoding.read_leaf(index, next(x for x in index.leaves if x.key == TREE_KEY))
 
     def _read_leaves(
-        self, checkpoint: OpenCheckpoint, decoding: Decoding, index: Index, sinks: _Sinks
+        self,
+        checkpoint: OpenCheckpoint,
+        decoding: Decoding,
+        index: Index,
+        sinks: _Sinks,
+        *,
+        once: bool,
     ) -> None:
         """Read chunk after chunk; a few of them are decoded beside that, in threads.
 
@@ -381,10 +408,10 @@ class _Loading:
             for piece in _reads(index, sinks):
                 if piece.chunk.codec == RAW and piece.live is not None:
                     self.touched = True
-                    checkpoint.read(index, piece.chunk, piece.live)
+                    checkpoint.read(index, piece.chunk, piece.live, once=once)
                     self._put(piece, piece.live)
                     continue
-                loaded = decoding.load(index, piece.chunk)
+                loaded = decoding.load(index, piece.chunk, once=once)
                 if piece.chunk.codec == RAW:
                     self._put(piece, loaded.raw())
                     loaded.release()

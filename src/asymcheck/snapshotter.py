@@ -119,14 +119,10 @@ class Snapshotter:
             self._pacing = Pacing(state.modules, strategy.partitioner, self.settle)
         self._hook = UpdateHook(self._watched, self.fence, state.optimizers, self._end_step)
 
-    @property
-    def latest_step(self) -> int:
-        """Step that training is at; the session sets it."""
-        return self._keeper.latest_step
-
-    @latest_step.setter
-    def latest_step(self, step: int) -> None:
+    def note_step(self, step: int) -> None:
+        """Training is at ``step``."""
         self._keeper.latest_step = step
+        self._arena.beat(step)
 
     def between_saves(self) -> None:
         """A step is over that does not save."""

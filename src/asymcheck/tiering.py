@@ -12,6 +12,7 @@ from asymcheck.errors import (
     CheckpointError,
     NoCheckpoint,
     ObjectNotFound,
+    OptionError,
     StoreError,
     as_checkpoint_error,
 )
@@ -189,8 +190,9 @@ class Standing:
         return [at for at in due if at in home and at not in self.damaged]
 
     def _overtaken(self, pending: Sequence[CheckpointId]) -> list[CheckpointId]:
-        new = [at for at in pending[:-1] if at != self._taking and at not in self._skipped]
-        self._skipped.update(new)
+        passed = {at for at in pending[:-1] if at != self._taking}
+        new = sorted(passed - self._skipped)
+        self._skipped = passed
         return new
 
 
@@ -336,7 +338,7 @@ class Tiers:
             copies = self._ask([_opened(store, home) for _, store in self.reached])
             attempt = home.claim(parent, max((number for _, number in copies), default=0))
             name, record = attempt_name(attempt.number), dump_attempt(attempt)
-            told = self._ask([_record(copy, name, record) for copy, _ in copies])
+            told = self._ask([_put_record(copy, name, record) for copy, _ in copies])
             other = next((found for found in told if found != record), None)
             if other is None:
                 return attempt
@@ -347,6 +349,8 @@ class Tiers:
         """Make one call of each that can be reached; those that fail are not asked again."""
         found, reached = [], []
         for answer, pair in zip(within(self._timeout_s, calls), self.reached, strict=True):
+            if isinstance(answer, OptionError):
+                raise answer
             if isinstance(answer, CheckpointError):
                 self._lost(pair[0], answer)
             else:
@@ -386,8 +390,13 @@ def _opened(store: Store, home: Repository) -> Callable[[], tuple[Repository, in
     return opened
 
 
-def _record(copy: Repository, name: str, record: bytes) -> Callable[[], bytes]:
+def _put_record(copy: Repository, name: str, record: bytes) -> Callable[[], bytes]:
     def put() -> bytes:
+        if record_in(copy.store, name) == record.decode("ascii"):
+            raise OptionError(
+                f"tiers: {copy.store.url} is the same place as the root, under another name: give "
+                f"each tier a place of its own"
+            )
         return (
             record if copy.store.create(name, record) else read_all(copy.store, name, RECORD_BYTES)
         )

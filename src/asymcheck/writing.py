@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from asymcheck.agreement import Agreement
 from asymcheck.device.state import State
@@ -20,9 +20,11 @@ from asymcheck.errors import (
     IncompatibleCheckpoint,
     NoCheckpoint,
     OptionError,
+    RankFailed,
     StoreError,
 )
 from asymcheck.events import Sink
+from asymcheck.garbage import put_off
 from asymcheck.handles import Handle
 from asymcheck.handover import take_over
 from asymcheck.memory.arena import SHARED_MEMORY, Arena
@@ -39,6 +41,7 @@ from asymcheck.snapshotter import Snapshotter
 from asymcheck.storage.copies import Place
 from asymcheck.storage.healing import heal_tops
 from asymcheck.storage.hierarchy import Hierarchy
+from asymcheck.storage.manifest import dump_attempt, parse_attempt
 from asymcheck.storage.names import attempt_name
 from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.runs import read_run
@@ -210,14 +213,30 @@ class RootWriter:
         """Claim an attempt that continues from ``parent``; nothing is pending."""
         if self._read_only:
             return
+        failed: list[CheckpointError] = []
 
-        def claim() -> tuple[int, list[str]]:
-            claimed = self._at_start.claim(self._existing(), parent)
-            return claimed.number, [tier.label for tier, _ in self._at_start.reached]
+        def claim() -> list[Any]:
+            number, why = None, ""
+            try:
+                number = self._at_start.claim(self._existing(), parent).number
+            except CheckpointError as failure:
+                failed.append(failure)
+                why = f"{type(failure).__name__}: {failure}"
+            claims = [dump_attempt(c).decode() for c in self._existing().claims]
+            return [number, why, claims, [tier.label for tier, _ in self._at_start.reached]]
 
-        self._attempt, reached = self._ranks.first("claiming the root", claim)
+        number, why, claims, reached = self._ranks.first("claiming the root", claim)
+        # Also of a claim that failed: its record may be there, and is no other job's.
+        self._existing().claims[:] = [parse_attempt(c.encode(), "claim") for c in claims]
+        if number is None:
+            raise (
+                failed.pop()
+                if failed
+                else RankFailed((0,), f"claiming the root: rank 0 failed: {why}")
+            )
+        self._attempt = number
         if self._ranks.world > 1:
-            self._find_claim(self._attempt, reached)
+            self._find_claim(number, reached)
         self._capturing()  # a persister that is started now is there at the first save
 
     def _find_claim(self, attempt: int, reached: Sequence[str]) -> None:
@@ -259,13 +278,15 @@ class RootWriter:
             self._start_attempt(CheckpointId(*before))
 
     def _check_writer(self, attempt: int) -> None:
-        self._existing().check_writer(attempt)
+        # A remote store answers late: there the persister asks, before it writes.
+        if self._store.capabilities.durability != "replicated":
+            self._existing().check_writer(attempt)
 
     def _refuse_other_checkpoints(self) -> None:
-        found = self._existing().lineage()
+        found = self._existing().survey().committed
         if found:
             raise OptionError(
-                f"save: {self._store.url} holds checkpoints up to step {found[-1].step}: call "
+                f"save: {self._store.url} holds checkpoints up to step {max(found).step}: call "
                 f"restore() first, or restore(resume='never') to start beside them"
             )
 
@@ -338,11 +359,12 @@ class RootWriter:
         self._check_process()
         self._latest_step = step
         if self._snapshotter is not None:
-            self._snapshotter.latest_step = step
+            self._snapshotter.note_step(step)
             self._snapshotter.settle()
 
     # --- one save -------------------------------------------------------------------
 
+    @put_off()
     def _capture(
         self, step: int, numbers: Mapping[str, float], when_full: Literal["wait", "skip", "raise"]
     ) -> Handle | None:

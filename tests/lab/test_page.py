@@ -516,3 +516,37 @@ def test_no_text_of_a_record_becomes_part_of_the_page_s_structure(
     assert "49" not in found.text or "49" in expected.text
     shown = text.replace("\ud800", "\ufffd").replace("\x00", "\ufffd").replace("\x1b", "\ufffd")
     assert " ".join(shown.split()) in found.text
+
+
+# --- tried failures ----------------------------------------------------------
+
+
+def test_failures_that_were_tried_stand_on_the_page(tmp_path: Path, bench_record: Record) -> None:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    results(folder, rounds(bench_record, asymcheck={}))
+    write_page([folder], tmp_path / "without")
+    assert "Tried failures" not in (tmp_path / "without" / "index.html").read_text()
+    tried = {
+        "schema": 1,
+        "session": "2026-01-01T00:00:00+00:00",
+        "machine": {},
+        "commit": "0" * 40,
+        "command": "asymlab chaos",
+        "fault": "bit rot",
+        "strategy": "naive",
+        "moment": "commit",
+        "training": "<killed>",
+        "tier": "root",
+        "steps_lost": 2,
+        "seconds": 0.5,
+        "exact": "bit for bit",
+        "problems": [],
+        "note": "",
+    }
+    results(folder, [tried], "chaos.jsonl")
+    write_page([folder], tmp_path / "with")
+    reader = _Reader()
+    reader.feed((tmp_path / "with" / "index.html").read_text())
+    assert "1 case: no promise was broken" in reader.text
+    assert "bit rot in commit 1 <killed> root 2 0.50, at most 0.50 bit for bit" in reader.text

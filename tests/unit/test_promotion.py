@@ -501,3 +501,45 @@ def test_a_failure_is_an_event_with_the_tier_in_it() -> None:
     (span,) = [s for s in home.spans if s.stage is Stage.PROMOTE]
     assert (span.step, span.tier) == (1, "far")
     assert "injected" in span.error
+
+
+def test_a_manifest_in_a_tier_is_read_once_and_forgotten_when_it_is_gone() -> None:
+    home = Home(keep_last=1)
+    home.tier = dataclasses.replace(home.tier, keep_last=2)
+    home.mover = home.start()
+    for step in (1, 2, 3, 4):
+        home.commit(step)
+        home.mover.catch_up()
+    home.far.operations.clear()
+    home.mover.catch_up()
+    assert [name for op, name in home.far.operations if op == "open" and "MANIFEST" in name] == []
+    assert home.mover._copy is not None
+    assert list(home.mover._copy.known or ()) == [
+        manifest_name(CheckpointId(1, step)) for step in (3, 4)
+    ]
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_copied_is_no_failure() -> None:
+    class Remote(FaultyStore):
+        """Open objects go with their deletion, and one is deleted as soon as it is read."""
+
+        gone = ""
+
+        def open(self, name: str) -> Any:
+            if "step-00000001" in name and name.endswith(".pack"):
+                self.gone = name
+                for entry in list(self.inner.list("step-00000001")):
+                    self.inner.delete(entry.name)
+            return super().open(name)
+
+    store = Remote(MemoryStore("home"))
+    home = Home(store, keep_last=None)
+    home.commit(1)
+    home.mover.catch_up()
+    assert store.gone
+    assert (home.state.failed, home.state.last_failure) == (0, "")
+    assert "removed before it was copied" in home.errors()[0][1]
+    home.commit(2)
+    home.mover.catch_up()
+    assert home.there == [2]
+    assert not any("step-00000001" in name for name in objects(home.far))

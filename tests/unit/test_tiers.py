@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from asymcheck import Checkpointer, Tier
-from asymcheck.errors import CheckpointWarning, OptionError, StoreError, SupersededWriter
+from asymcheck.cli import app
+from asymcheck.errors import OptionError, StoreError, SupersededWriter
 from asymcheck.planning.cadence import EverySeconds, EverySteps, OverheadBudget
-from asymcheck.planning.retention import CheckpointId
+from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.tiers import Saved, due_in
 from asymcheck.storage.memory import MemoryStore, open_memory
 from asymcheck.storage.names import attempt_name
@@ -21,7 +23,17 @@ from asymcheck.storage.repository import create_repository, open_repository
 from asymcheck.storage.store import Store, open_store
 from asymcheck.testing.checkpoints import commit_bytes
 from asymcheck.testing.faulty import Fault, FaultyStore
-from asymcheck.tiering import TierBoard, Tiers, TierState, describe_tiers, rebuild_tiers, within
+from asymcheck.tiering import (
+    Standing,
+    TierBoard,
+    Tiers,
+    TierState,
+    describe_tiers,
+    hold_for,
+    rebuild_tiers,
+    within,
+)
+from asymcheck.tracing import read_trace
 
 BOUND_S = 20.0
 
@@ -216,6 +228,30 @@ def test_a_claim_is_above_every_attempt_of_every_tier_and_stands_in_all() -> Non
     assert not said
 
 
+def test_the_root_under_another_name_is_no_tier(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "same").symlink_to(tmp_path / "home")
+    ckpt = Checkpointer(
+        tmp_path / "home", state={"x": torch.zeros(2)}, tiers=[f"throttled+file://{tmp_path}/same"]
+    )
+    with pytest.raises(OptionError, match="same place as the root, under another name"):
+        ckpt.restore()
+
+
+def test_what_is_due_in_a_tier_stays_when_a_start_finishes_what_a_dead_job_left() -> None:
+    home = create_repository(MemoryStore("home"))
+    number = home.claim(None).number
+    far = MemoryStore("far")
+    home.hold = hold_for([Standing(Tier(far, every=EverySteps(10)))])
+    for step in (9, 10, 11, 12):
+        commit_bytes(home, CheckpointId(number, step), {"": b"{}"})
+        home.retain(CheckpointId(number, step), Retention(1))
+    assert [c.step for c in home.lineage()] == [10, 12]
+    home.hold = hold_for([Standing(Tier(far, every=EverySteps(10)), {at(10, number): 0.0})])
+    home.retain(CheckpointId(number, 12), Retention(1))
+    assert [c.step for c in home.lineage()] == [12]
+
+
 def test_a_number_that_another_job_takes_in_a_tier_meanwhile_is_left_to_it() -> None:
     home = create_repository(MemoryStore("h"))
     other = create_repository(MemoryStore("o"), home.run)
@@ -346,16 +382,17 @@ def test_waiting_for_a_tier_that_there_is_not_names_the_nearest() -> None:
 
 def test_an_unreachable_tier_is_one_warning_and_training_goes_on() -> None:
     far = FaultyStore(MemoryStore("far"), Fault(times=0))
-    with pytest.warns(CheckpointWarning, match=r"far.*could not be reached"):
-        job = Job(MemoryStore("home"), [far])
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
+        job = Job(MemoryStore("home"), [far])
         job.save(1)
         assert not job.ckpt.wait(BOUND_S, tier=Tier(far).label)
         job.save(2)
         job.ckpt.wait(BOUND_S)
         job.ckpt.close()
-    assert len([w for w in heard if "does not get" in str(w.message)]) == 1
+    said = [str(w.message) for w in heard]
+    assert len([text for text in said if "could not be reached" in text]) == 1
+    assert len([text for text in said if "does not get its checkpoints" in text]) == 1
     far.fault = Fault(do="none")
     again = Job(job.ckpt._store, [far])
     assert again.start == 2
@@ -395,12 +432,15 @@ def test_a_tier_with_too_little_room_is_told_at_the_first_capture(
 ) -> None:
     far = MemoryStore("far")
     monkeypatch.setattr(far, "free_bytes", lambda: 2000, raising=False)
-    job = Job(MemoryStore("home"), [far])
-    job.save(1)
-    job.ckpt.wait(BOUND_S, tier="memory://far")
-    with pytest.warns(CheckpointWarning, match=r"needs .* bytes, 2000 are free"):
-        job.ckpt.wait(BOUND_S)
-    job.ckpt.close()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        job = Job(MemoryStore("home"), [far])
+        job.save(1)
+        job.ckpt.wait(BOUND_S, tier="memory://far")
+        job.ckpt.close()
+    said = [str(w.message) for w in heard]
+    assert len(said) == 1
+    assert "bytes, 2000 are free" in said[0]
     assert not any(e.name.startswith("step-") for e in far.list())
 
 
@@ -409,3 +449,33 @@ def test_the_named_memory_is_the_same_store_for_all_that_name_it() -> None:
     job.save(1)
     job.ckpt.close()
     assert steps_in(open_memory("tiers-far", {})) == [1]
+
+
+def test_a_trace_tells_how_far_the_tiers_were(tmp_path: Path) -> None:
+    job = Job(MemoryStore("home"), [MemoryStore("far")], trace=tmp_path / "trace.jsonl")
+    job.save(1)
+    job.ckpt.fence()
+    job.ckpt.close()
+    (trace,) = read_trace(tmp_path / "trace.jsonl")
+    assert [state.name for state in trace.report.tiers] == ["memory://far"]
+
+
+def test_the_commands_work_on_a_tier_as_on_any_root(tmp_path: Path) -> None:
+    def asymcheck(*words: object) -> str:
+        done = CliRunner().invoke(app, [str(word) for word in words])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    far = tmp_path / "far"
+    job = Job(tmp_path / "home", [far], persist="thread")
+    job.save(1)
+    assert job.ckpt.wait(BOUND_S, tier=str(far))
+    job.save(2)
+    job.ckpt.close()
+    assert asymcheck("ls", far) == asymcheck("ls", tmp_path / "home")
+    shown, at_home = (asymcheck("show", root, "--step", 2) for root in (far, tmp_path / "home"))
+    assert shown.splitlines()[1:] == at_home.splitlines()[1:]
+    assert "0 damaged" in asymcheck("verify", far)
+    asymcheck("prune", far, "--keep-last", 1, "--yes")
+    assert steps_in(open_store(str(far))) == [2]
+    assert steps_in(open_store(str(tmp_path / "home"))) == [1, 2]

@@ -99,17 +99,18 @@ class Hierarchy:
     ) -> list[CheckpointId]:
         """The checkpoints to resume from, oldest first: those that led to the newest one.
 
-        Those of branches that were left behind by rewinding are not among them.
+        Those of branches that were left behind by rewinding are not among them, nor suspects.
 
         Args:
             listing: What is there, where that is known already.
             attempt: Whose lineage; ``None`` for that of the newest checkpoint.
         """
-        committed = (listing or self.survey()).committed
-        if not committed:
+        listing = listing or self.survey()
+        if not (committed := listing.committed):
             return []
         parents = self.parents(unreadable_too=attempt is None)
-        return lineage_of(attempt or max(committed).attempt, parents, committed)
+        found = lineage_of(attempt or max(committed).attempt, parents, committed)
+        return [at for at in found if at not in listing.suspects]
 
     @contextmanager
     def open(self, at: CheckpointId) -> Iterator[OpenCheckpoint]:

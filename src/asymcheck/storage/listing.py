@@ -23,7 +23,7 @@ from asymcheck.storage.manifest import (
     read_manifest,
     unfit_as_base,
 )
-from asymcheck.storage.names import manifest_name, parse_name, step_folder
+from asymcheck.storage.names import manifest_name, parse_name, parse_suspect_name, step_folder
 from asymcheck.storage.store import Store, read_all
 
 _LOOKS = 100  # a bound; each look again means that a writer did something meanwhile
@@ -58,13 +58,15 @@ class Listing:
         committed: Existing checkpoints of this run.
         damaged: Manifests of this run (or of none that can be told) that name no existing one.
         foreign: Manifests of other runs: never counted, never removed.
-        leftovers: Objects of this format that no manifest names.
+        leftovers: Objects of this format that no manifest names; marks of what exists no more.
+        suspects: Existing checkpoints that are marked suspect: never chosen unasked.
     """
 
     committed: Mapping[CheckpointId, Manifest]
     damaged: Sequence[Damage]
     foreign: Sequence[CheckpointId]
     leftovers: Sequence[tuple[CheckpointId, str]]
+    suspects: frozenset[CheckpointId] = frozenset()
 
     def spare_bases(self, gone: Sequence[CheckpointId]) -> list[CheckpointId]:
         """``gone`` without what a committed checkpoint that stays stands on."""
@@ -280,11 +282,15 @@ def _read_manifests(
         for name in names
         if name not in named and (parsed := parse_name(name)) is not None
     ]
+    # The name of a mark says all that counts: one that cannot be read is one all the same.
+    marks = [(of, name) for name in names if (of := parse_suspect_name(name)) is not None]
+    leftovers += [(of, name) for of, name in marks if manifest_name(of) not in names]
     listing = Listing(
         {at: committed[at] for at in sorted(committed)},
         sorted(damaged, key=lambda d: d.at),
         sorted(foreign),
         sorted(leftovers),
+        frozenset(of for of, _ in marks if of in committed),
     )
     return listing, settled
 

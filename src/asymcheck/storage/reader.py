@@ -22,7 +22,7 @@ from asymcheck.storage.manifest import (
 )
 from asymcheck.storage.names import index_name, manifest_name, step_folder
 from asymcheck.storage.sealed import MAX_SEALED_BYTES, digest, short
-from asymcheck.storage.store import Readable
+from asymcheck.storage.store import Readable, ReadsOnce
 
 _SPOKEN_KEYS = 8
 
@@ -42,7 +42,7 @@ class OpenCheckpoint:
     _packs: Mapping[str, OpenCopies] = field(repr=False)
     base: OpenCheckpoint | None = None
 
-    def read(self, index: Index, chunk: Chunk, into: memoryview) -> None:
+    def read(self, index: Index, chunk: Chunk, into: memoryview, *, once: bool = False) -> None:
         """Fill ``into`` with the stored bytes of a chunk and check them; blocks. Of several
         copies the nearest counts that is whole.
 
@@ -50,23 +50,32 @@ class OpenCheckpoint:
             index: The rank's index that lists the chunk.
             chunk: The chunk.
             into: Exactly ``chunk.stored_bytes`` long; on an error its content is undefined.
+            once: Whether nobody else on this host reads them soon: then they need not stay in
+                its page cache.
 
         Raises:
             CorruptCheckpoint: The bytes are not those that were committed.
             StoreError: The medium failed.
         """
         self._packs[index.packs[chunk.pack].name].read(
-            chunk.offset, len(into), lambda opened: read_chunk(opened, index, chunk, into)
+            chunk.offset,
+            len(into),
+            lambda opened: read_chunk(opened, index, chunk, into, once=once),
         )
 
 
-def read_chunk(opened: Readable, index: Index, chunk: Chunk, into: memoryview) -> None:
+def read_chunk(
+    opened: Readable, index: Index, chunk: Chunk, into: memoryview, *, once: bool = False
+) -> None:
     """Fill ``into`` with the stored bytes of a chunk out of one copy of its pack and check them.
 
     Raises like ``OpenCheckpoint.read``; blocks.
     """
     pack = index.packs[chunk.pack]
-    opened.readinto(chunk.offset, into)
+    if once and isinstance(opened, ReadsOnce):
+        opened.read_once(chunk.offset, into)
+    else:
+        opened.readinto(chunk.offset, into)
     found = digest(into)
     where = f"{pack.name} at byte {chunk.offset}"
     if found != chunk.hash:

@@ -288,7 +288,8 @@ class Repository(Hierarchy):
 
         Only committed checkpoints of this run go: branches that its attempt left behind, and what
         ``retention`` does not keep of its lineage, itself too where newer ones overtook it. What a
-        delta that stays stands on stays, and ``base``, for the next. Packs go at the next call.
+        delta that stays stands on stays, and ``base``, for the next; and suspects, which do not
+        count. Packs go at the next call.
 
         Returns:
             The checkpoints removed.
@@ -298,6 +299,7 @@ class Repository(Hierarchy):
             self._condemned, failure = delete_each(self.store, self._condemned)
             listing, parents = self.survey(), self.parents()
             lineage = lineage_of(newest.attempt, parents, listing.committed)
+            lineage = [at for at in lineage if at not in listing.suspects]
             kept = retention.kept(lineage, {at: m.metrics for at, m in listing.committed.items()})
             kept |= frozenset(self.hold(listing, parents))
             gone = [c for c in lineage if c not in kept]
