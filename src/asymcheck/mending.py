@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from asymcheck.recovery import RestoreReport
 from asymcheck.settling import Exchange
 from asymcheck.storage.healing import heal
 from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.names import parse_name
+
+if TYPE_CHECKING:  # it knows torch
+    from asymcheck.recovery import RestoreReport
 
 
 def mend(

@@ -19,7 +19,6 @@ WITH_TORCH = {
     "device",
     "integrations",
     "keeping.py",
-    "mending.py",
     "options.py",
     "rank_store.py",
     "ranks.py",

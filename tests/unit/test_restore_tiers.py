@@ -202,15 +202,15 @@ def test_a_tier_that_cannot_be_reached_is_left_out_with_one_warning(
 def test_a_start_from_nothing_beside_a_tier_out_of_reach_is_said_or_refused() -> None:
     flaky = FaultyStore(MemoryStore("far"))
     live = state(0.0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CheckpointWarning)
-        with Checkpointer(MemoryStore("new"), state=live, tiers=(flaky,), persist="thread") as ckpt:
-            flaky.fault = Fault(at=1, times=0, op="list")
-            with pytest.raises(NoCheckpoint, match="may have some"):
-                ckpt.restore(resume="must")
+    with Checkpointer(MemoryStore("new"), state=live, tiers=(flaky,), persist="thread") as ckpt:
+        flaky.fault = Fault(at=1, times=0, op="list")
+        with pytest.raises(NoCheckpoint, match="may have some"):
+            ckpt.restore(resume="must")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CheckpointWarning)
             assert ckpt.restore() == 0
-            flaky.fault = Fault(do="none")
-    assert any("starts from nothing" in str(w.message) for w in caught)
+        assert any("starts from nothing" in str(w.message) for w in caught)
+        flaky.fault = Fault(do="none")
 
 
 def test_a_tier_with_a_newer_step_than_the_root_is_resumed_from(
