@@ -6,7 +6,7 @@ RIVALS := .venv/.rivals
 SERVERS := .venv/.servers
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-extra check bench bench-engine gpu format clean
+.PHONY: demo test test-extra check bench bench-engine chaos soak gpu format clean
 
 demo: $(STAMP)
 	$(BIN)/asymlab demo
@@ -16,6 +16,7 @@ test: $(STAMP)
 
 test-extra: $(RIVALS) $(SERVERS)
 	@.ci/browser
+	@.ci/java
 	$(BIN)/pytest -n 2 --dist loadgroup -m "extra and not slow"
 
 check: $(STAMP)
@@ -32,6 +33,14 @@ bench: $(STAMP)
 # A quarter of an hour on a machine that does nothing else.
 bench-engine: $(STAMP)
 	$(BIN)/asymlab engine --docs docs/benchmarks-engine.md
+
+# Every failure under every strategy at every moment: at most twenty minutes.
+chaos: $(STAMP)
+	$(BIN)/asymlab chaos --docs docs/reliability.md
+
+# 2000 checkpoints and 30 kills: at most ten minutes.
+soak: $(STAMP)
+	$(BIN)/asymlab soak --docs docs/reliability.md
 
 # Eight minutes with a CUDA device; without one it says so. Results go to OUT.
 OUT ?= runs/gpu

@@ -19,6 +19,7 @@ from asymcheck.errors import (
     SupersededWriter,
 )
 from asymcheck.planning.strategies import Strategy, strategies
+from asymcheck.planning.tiers import Tier
 
 if TYPE_CHECKING:
     from asymcheck.session import Checkpointer
@@ -33,6 +34,7 @@ __all__ = [
     "StoreError",
     "Strategy",
     "SupersededWriter",
+    "Tier",
     "strategies",
 ]
 

@@ -1,7 +1,9 @@
 """The command line: what is there, what is in it, is it whole, what may go.
 
 Nothing here needs torch. What all commands share stands in ``cli_base``; those that look after
-the machine, ``doctor`` and ``repair``, in ``cli_host``; those that explain, in ``cli_engine``.
+the machine, ``doctor`` and ``repair``, in ``cli_host``; those that explain, in ``cli_engine``;
+marks in ``cli_suspect``; what the next start would load in ``cli_recover``;
+the agent of peers in ``cli_peers``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from asymcheck import cli_engine, cli_host
+from asymcheck import cli_engine, cli_host, cli_peers, cli_recover, cli_suspect
 from asymcheck.cli_base import (
     DAMAGED_OR_MISSING,
     Json,
@@ -44,6 +46,7 @@ from asymcheck.storage.manifest import EXACT, Manifest
 from asymcheck.storage.reader import OpenCheckpoint, spoken
 from asymcheck.storage.repository import Repository
 from asymcheck.storage.sealed import dump_metric
+from asymcheck.storage.suspects import spoken_mark
 from asymcheck.upkeep import (
     PrunePlan,
     Row,
@@ -76,6 +79,9 @@ app = typer.Typer(
 
 app.add_typer(cli_engine.app)
 app.add_typer(cli_host.app)
+app.add_typer(cli_peers.app)
+app.add_typer(cli_recover.app)
+app.add_typer(cli_suspect.app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -102,7 +108,8 @@ def _main(
 def ls(root: Root, as_json: Json = False) -> None:
     """List the checkpoints under ROOT, oldest first.
 
-    States: 'newest' is what restore() loads, 'ok' led to it, 'abandoned' lies on a branch
+    States: 'newest' is what restore() loads, 'ok' led to it, 'suspect' is passed over by it (see
+    the command 'suspect'), 'abandoned' lies on a branch
     that was left by going back, 'separate' belongs to another start from nothing, 'foreign'
     to another run, 'damaged' is no checkpoint any more, 'newer' needs a newer release. Only
     lengths are looked at; 'verify' reads every byte.
@@ -113,7 +120,7 @@ def ls(root: Root, as_json: Json = False) -> None:
     if as_json:
         print_report(
             repository,
-            newest=id_json(max(listing.committed)) if listing.committed else None,
+            newest=next((id_json(row.at) for row in rows if row.standing == "newest"), None),
             checkpoints=[_row_json(row) for row in rows],
             leftovers=[{**id_json(at), "name": name} for at, name in listing.leftovers],
         )
@@ -187,7 +194,9 @@ def show(
     abbreviated, every plain value of the state.
     """
     repository = open_root(root)
-    at = choose(repository, repository.survey(), step, attempt)
+    listing = repository.survey()
+    at = choose(repository, listing, step, attempt)
+    suspicion = spoken_mark(repository.copies, at) if at in listing.suspects else None
     state: dict[str, Any] | None = None
     problem: CorruptCheckpoint | None = None
     with repository.open(at) as checkpoint:
@@ -218,10 +227,13 @@ def show(
             packs=[{"name": p.name, "bytes": p.nbytes} for p in checkpoint.manifest.packs],
             tensors=tensors,
             aliases=aliases,
+            suspect=suspicion,
             state=state,
         )
     else:
         _print_facts(repository, checkpoint.manifest, indexes)
+        if suspicion is not None:
+            show_line(plain(suspicion))
         _print_tensors(checkpoint, tensors, aliases)
         if match is None and state is not None:
             _print_state(state)

@@ -16,12 +16,12 @@ from asymcheck.errors import (
 )
 from asymcheck.planning.layout import CHUNK_BYTES
 from asymcheck.planning.retention import CheckpointId
+from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.index import RAW, Chunk, Index, Leaf, chunks_of
 from asymcheck.storage.listing import Damage
 from asymcheck.storage.manifest import EXACT
 from asymcheck.storage.names import index_name, manifest_name
 from asymcheck.storage.reader import OpenCheckpoint, keys_of, spoken
-from asymcheck.storage.repository import Repository
 
 _ROOMS = (1 << 20, CHUNK_BYTES, 2 * CHUNK_BYTES)
 
@@ -84,21 +84,26 @@ class Decoding:
                     )
                 self._codecs[name] = codec
 
-    def load(self, index: Index, chunk: Chunk) -> Loaded:
+    def load(self, index: Index, chunk: Chunk, *, once: bool = False) -> Loaded:
         """Read and verify the stored bytes of a chunk, and of its base's; blocks.
+
+        Args:
+            index: The rank's index that lists the chunk.
+            chunk: The chunk.
+            once: As in ``OpenCheckpoint.read``.
 
         Raises:
             CorruptCheckpoint: They are not those that were committed, or a delta's base does
                 not have the bytes that it stands on.
             StoreError: The medium failed.
         """
-        links = [self._load(self._checkpoints[0], index, chunk)]
+        links = [self._load(self._checkpoints[0], index, chunk, once)]
         for base, checkpoint in zip(self._bases, self._checkpoints[1:], strict=True):
             above = links[-1]
             if above.codec is None or not above.codec.needs_base:
                 break
             try:
-                below = self._load(checkpoint, *base.chunk_of(above.index, above.chunk))
+                below = self._load(checkpoint, *base.chunk_of(above.index, above.chunk), once)
             except CorruptCheckpoint as failure:
                 if failure.where == above.where:
                     raise
@@ -114,9 +119,9 @@ class Decoding:
             links.append(below)
         return Loaded(self, links)
 
-    def _load(self, checkpoint: OpenCheckpoint, index: Index, chunk: Chunk) -> _Link:
+    def _load(self, checkpoint: OpenCheckpoint, index: Index, chunk: Chunk, once: bool) -> _Link:
         room = self._take(chunk.stored_bytes)
-        checkpoint.read(index, chunk, room.view)
+        checkpoint.read(index, chunk, room.view, once=once)
         return _Link(index, chunk, self._codecs.get(chunk.codec), room)
 
     def read(self, index: Index, chunk: Chunk, into: memoryview) -> None:
@@ -294,18 +299,19 @@ def _place(index: Index, chunk: Chunk) -> str:
     return f"{index.packs[chunk.pack].name} at byte {chunk.offset}"
 
 
-def verify(repository: Repository, at: CheckpointId, find: Find = known_codec) -> Iterator[Damage]:
+def verify(hierarchy: Hierarchy, at: CheckpointId, find: Find = known_codec) -> Iterator[Damage]:
     """Read and decode every chunk of a checkpoint; yield each finding, nothing when it is whole.
 
     Of a base it reads what deltas stand on. Nothing is raised for damage or a failing medium.
     """
     try:
-        with repository.open(at) as checkpoint:
+        with hierarchy.open(at) as checkpoint:
             decoding = Decoding(checkpoint, find)
             for index in checkpoint.indexes:
                 for chunk in index.chunks:
                     try:
-                        loaded = decoding.load(index, chunk)
+                        # What the medium has, not what the page cache remembers of it.
+                        loaded = decoding.load(index, chunk, once=True)
                         loaded.raw()
                         loaded.release()
                     except (CorruptCheckpoint, StoreError) as failure:

@@ -32,7 +32,7 @@ def look_into(store: Store, host: Host) -> tuple[Demand, Finding]:
         repository = open_repository(store)
         listing = repository.survey()
     except NoCheckpoint:
-        found, damaged = f"{store.url}: none yet", 0
+        found, damaged, suspects = f"{store.url}: none yet", 0, 0
     except CheckpointError as failure:
         return demand, Finding(name, Level.BAD, str(failure))
     else:
@@ -42,9 +42,13 @@ def look_into(store: Store, host: Host) -> tuple[Demand, Finding]:
             newest = max(listing.committed)
             found += f", the newest of step {newest.step}, {size_text(demand.image_bytes or 0)}"
         damaged = sum(not damage.newer for damage in listing.damaged)
+        suspects = len(listing.suspects)
     if damaged:
         how = "'asymcheck verify ROOT' says what is hit"
         return demand, Finding(name, Level.BAD, f"{found}, {damaged} damaged", how)
+    if suspects:
+        how = "restore() passes over them: 'asymcheck suspect ROOT' says why, and takes marks away"
+        return demand, Finding(name, Level.WARN, f"{found}, {suspects} marked suspect", how)
     if store.capabilities.durability == "none":
         how = "use a directory for what shall outlive the process"
         return demand, Finding(name, Level.WARN, f"{found}; nothing outlives the process", how)

@@ -91,6 +91,15 @@ class Chooser:
         self._batches = LinearFit()
         self._boundary_s = math.nan
 
+    def prepare(self) -> None:
+        """Load the library that encoding may need, before there is something to encode: half a
+        second on the first call, and memory that who stores everything as it is does not take.
+        """
+        if self._selection.rule != RAW and self._selection.cpu_share > 0.0:
+            from asymcheck.codec import lossless
+
+            lossless.load_library()
+
     def begin(self, capture: Capture, sink: Sink = discard) -> Encoder:
         """An encoder for the next checkpoint; ``sink`` receives a span for each chunk that it
         encodes, on the thread that does.

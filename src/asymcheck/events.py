@@ -23,6 +23,7 @@ class Stage(StrEnum):
     WRITE = "write"
     COMMIT = "commit"
     RETAIN = "retain"
+    PROMOTE = "promote"
     RESTORE = "restore"
     STALL = "stall"
     FENCE = "fence"
@@ -39,6 +40,7 @@ class Span:
         duration_s: Seconds it took.
         moved_bytes: Bytes moved, zero where none were.
         error: What went wrong, empty when nothing did.
+        tier: The tier that a copy was for; empty for the home tier.
     """
 
     stage: Stage
@@ -47,6 +49,7 @@ class Span:
     duration_s: float
     moved_bytes: int = 0
     error: str = ""
+    tier: str = ""
 
 
 Sink = Callable[[Span], None]

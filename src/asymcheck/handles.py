@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 
 from asymcheck.encoding import GroupReport
 from asymcheck.messages import Durable
+from asymcheck.tiering import TierState
 
 T = TypeVar("T")
 
@@ -73,6 +74,7 @@ class SaveReport:
             ``durable_s`` and ``lag_steps`` are those of that tier.
         capture: How it was captured; see ``Strategy``.
         is_trial: Whether it was captured to see what that way costs; no cadence learns from it.
+        tiers: How far each further tier was behind then, nearest first; rank 0 knows.
     """
 
     step: int
@@ -96,6 +98,7 @@ class SaveReport:
     tier: Tier = "store"
     capture: How = "lazy"
     is_trial: bool = False
+    tiers: tuple[TierState, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from asymcheck.memory.host import read_text
 from asymcheck.memory.process import ProcessId
 from asymcheck.messages import Durable, Stored
 from asymcheck.persist import apply_retention, persist
+from asymcheck.persist_worker import TIERS_NAME
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.repository import Repository
 
@@ -95,6 +96,8 @@ def persisters_of(run: str) -> list[tuple[ProcessId, ProcessId]]:
         words = read_text(f"/proc/{name}/cmdline").split("\0") if name.isdigit() else []
         if "asymcheck.persist" not in words:
             continue
+        if read_text(f"/proc/{name}/comm").strip() == TIERS_NAME:
+            continue  # what is left for it to do anybody can go on with
         for word in words:
             # Among its arguments is its configuration; other words are no JSON objects.
             with suppress(ValueError, KeyError, TypeError):

@@ -274,6 +274,7 @@ class Keeper:
             cpu_s=report.cpu_s + active.copy.cpu_s,
             lag_steps=max(0, self.latest_step - report.step),
             is_trial=active.is_trial,
+            tiers=self._persister.board.states(),
         )
 
     def _report(self, active: Active) -> SaveReport:

@@ -13,6 +13,7 @@ import torch
 from asymcheck.errors import OptionError, nearest
 from asymcheck.planning.cadence import Cadence, EverySeconds, EverySteps, Never
 from asymcheck.planning.strategies import Strategy, resolve
+from asymcheck.planning.tiers import Tier
 from asymcheck.ranks import Alone, Ranks, Together
 from asymcheck.storage.names import MAX_STEP
 from asymcheck.storage.store import Store, open_store
@@ -140,6 +141,56 @@ def as_store(root: str | os.PathLike[str] | Store) -> Store:
             f"{root!r:.80}"
         )
     return found  # type: ignore[return-value]
+
+
+def as_tiers(tiers: object, home: Store) -> tuple[tuple[Tier, Store], ...]:
+    """The further tiers that a user names or gives, nearest first, each with its store.
+
+    Args:
+        tiers: Of each a ``Tier``, or what its first argument may be.
+        home: The root.
+
+    Raises:
+        OptionError: One is no tier, or a place or a name is there twice.
+    """
+    if isinstance(tiers, str) or not isinstance(tiers, Iterable):
+        raise OptionError(
+            f"tiers: expected a tuple of URLs or Tier values, such as (Tier('s3://…'),), found "
+            f"{tiers!r:.80}"
+        )
+    found = []
+    places, names = {_place(home): "the root"}, set()
+    for value in tiers:
+        tier = value if isinstance(value, Tier) else Tier(value)
+        store = as_store(tier.url)  # type: ignore[arg-type]
+        if _place(store) in places:
+            raise OptionError(
+                f"tiers: {tier.label} is the same place as {places[_place(store)]}: give each a "
+                f"place of its own"
+            )
+        if tier.label in names:
+            raise OptionError(f"tiers: there are two of the name {tier.label!r}: give each its own")
+        places[_place(store)] = f"tier {tier.label}"
+        names.add(tier.label)
+        found.append((tier, store))
+    return tuple(found)
+
+
+def a_tier(name: object, tiers: Iterable[tuple[Tier, Store]]) -> str:
+    """``name``, when one of the tiers has it.
+
+    Raises:
+        OptionError: None has; names the nearest.
+    """
+    known = [tier.label for tier, _ in tiers]
+    if name not in known:
+        hint = nearest(name, known) if isinstance(name, str) else ""
+        raise OptionError(f"tier: expected one of {known}, found {name!r:.80}{hint}")
+    return str(name)
+
+
+def _place(store: Store) -> str:
+    return store.url.partition("?")[0]
 
 
 def as_ranks(ranks: object, timeout_s: float) -> Ranks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,11 @@ from asymcheck.pending import COMMIT_TIMEOUT_S, Backlog
 from asymcheck.persist import persist, tidy
 from asymcheck.planning.retention import Retention
 from asymcheck.planning.selection import RAW, Batching, Selection
+from asymcheck.planning.tiers import Tier
+from asymcheck.promotion import Promoter, deadline
 from asymcheck.storage.repository import Repository
+from asymcheck.storage.store import Store
+from asymcheck.tiering import TierBoard
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +34,14 @@ _log = logging.getLogger(__name__)
 class Persister(Protocol):
     """Takes slots to committed checkpoints: begins them in the order in which they come, and has
     up to a given number at work at a time. They end in any order.
+
+    What is committed goes on to the further tiers.
+
+    Attributes:
+        board: How far each of them is.
     """
+
+    board: TierBoard
 
     def begin(
         self, slot: Slot, step: int, stored: Callable[[], None] = lambda: None
@@ -40,8 +51,20 @@ class Persister(Protocol):
         """
         ...
 
+    def wake(self) -> None:
+        """A checkpoint was committed by another: it goes to the tiers; returns at once."""
+        ...
+
+    def ask_tier(self, name: str) -> int:
+        """Have the newest checkpoint go to a tier; returns at once, the number of the request on
+        the board.
+        """
+        ...
+
     def close(self, timeout_s: float) -> bool:
-        """End once everything is done; returns whether that was in time."""
+        """End once everything is done, and the newest checkpoint is in all tiers that can be
+        reached; returns whether all checkpoints were committed or failed in time.
+        """
         ...
 
 
@@ -80,6 +103,8 @@ class PersistThread:
         at_once: How many checkpoints are written at a time.
         writers: Into how many packs each is cut, written at the same time.
         commit_timeout_s: How long a stored part waits for those of other ranks.
+        tiers: Where committed checkpoints go on to.
+        board: Told how far they are.
     """
 
     def __init__(
@@ -92,7 +117,11 @@ class PersistThread:
         at_once: int = 1,
         writers: int = 1,
         commit_timeout_s: float = COMMIT_TIMEOUT_S,
+        tiers: Sequence[tuple[Tier, Store]] = (),
+        board: TierBoard | None = None,
     ) -> None:
+        self.board = board or TierBoard([tier.label for tier, _ in tiers])
+        self._promoter = Promoter(repository, tiers, self.board.note, sink)
         self._backlog = Backlog(repository, retention, sink, commit_timeout_s)
         self._commit_timeout_s = commit_timeout_s
         self._selection, self._batching, self._writers = selection, batching, writers
@@ -118,6 +147,16 @@ class PersistThread:
         self._jobs.put(job)
         return job.future
 
+    def wake(self) -> None:
+        """See ``Persister``."""
+        self._promoter.wake()
+
+    def ask_tier(self, name: str) -> int:
+        """See ``Persister``."""
+        number = self.board.ask(name)
+        self._promoter.ask(name, number)
+        return number
+
     def close(self, timeout_s: float) -> bool:
         """See ``Persister``."""
         until_s = monotonic() + timeout_s
@@ -125,12 +164,15 @@ class PersistThread:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join(max(0.0, until_s - monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        in_time = not any(thread.is_alive() for thread in self._threads)
+        self._promoter.close(deadline(until_s - monotonic()))
+        return in_time
 
     def _run(self) -> None:
         chooser = Chooser(self._selection, self._batching)
         while (job := self._jobs.get()) is not None:
             try:
+                self._promoter.expect_like(job.slot)
                 found = persist(
                     self._repository,
                     job.slot,
@@ -148,15 +190,20 @@ class PersistThread:
             if isinstance(found, Stored):
                 job.stored = found
                 job.free()
-                self._backlog.add(found, partial(settle, job))
+                self._backlog.add(found, partial(self._settle, job))
             else:
-                settle(job, found)
+                self._settle(job, found)
         with self._lock:
             self._running -= 1
             is_last = not self._running
         if is_last:
             self._backlog.close(self._commit_timeout_s)
             tidy(self._repository)
+
+    def _settle(self, job: Job, result: Durable | BaseException) -> None:
+        settle(job, result)
+        if isinstance(result, Durable):
+            self._promoter.wake()
 
 
 def settle(job: Job, result: Durable | BaseException) -> None:

@@ -12,7 +12,7 @@ import socket
 import threading
 from collections import deque
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -34,9 +34,11 @@ from asymcheck.pending import Backlog
 from asymcheck.persist import persist, tidy
 from asymcheck.planning.retention import Retention
 from asymcheck.planning.selection import Selection
+from asymcheck.promotion import Promoter
 from asymcheck.storage.manifest import parse_attempt
 from asymcheck.storage.repository import Repository
 from asymcheck.storage.store import open_store
+from asymcheck.tiering import TierState, rebuild_tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class _Work:
 
 
 _LAST_LOOK_S = 1.0
+TIERS_NAME = "asymcheck-tiers"
+"""Name of a process that has nothing left but copies to make: nobody needs to wait for it."""
 
 
 class _Worker:
@@ -73,6 +77,14 @@ class _Worker:
         self._repository = Repository(open_store(config["url"]), config["run"])
         self._timeout_s = float(config["commit_timeout_s"])
         self._backlog = Backlog(self._repository, self._retention, self._sink, self._timeout_s)
+        self._hear_claims(config)
+        self._promoter = Promoter(
+            self._repository,
+            rebuild_tiers(config["tiers"]),
+            self._tell_of_tier,
+            self._sink,
+            {told["name"]: TierState(**told) for told in config["states"]},
+        )
         self._slots: dict[int, Slot] = {}
         self._changed = threading.Condition()
         self._queue: deque[_Work] = deque()
@@ -105,9 +117,28 @@ class _Worker:
         self._backlog.close(self._patience_s())
         tidy(self._repository)
         for slot in self._slots.values():
+            slot.persister = ProcessId(0, 0)  # copies may still take long
             # Nobody else will: unsealed content is worth nothing without its trainer.
-            if not self._trainer_is_alive() and slot.state != SlotState.SEALED:
-                slot.close(unlink=True)
+            gone = not self._trainer_is_alive() and slot.state != SlotState.SEALED
+            slot.close(unlink=gone)
+        self._send({"home": "closed"})
+        self._promote_last()
+
+    def _promote_last(self) -> None:
+        """Finish what is on its way to the tiers; the next start need not wait for that."""
+        with suppress(OSError):
+            Path("/proc/self/comm").write_text(TIERS_NAME, encoding="ascii")
+        until_s = monotonic() + self._grace_s
+        self._promoter.close(lambda: monotonic() >= min(until_s, self._give_up_s or until_s))
+
+    def _tell_of_tier(self, state: TierState, served: int) -> None:
+        told = asdict(replace(state, last_failure=state.last_failure[:TEXT_CHARS]))
+        self._send({"tier": told, "served": served})
+
+    def _hear_claims(self, message: dict[str, Any]) -> None:
+        if "claims" in message:
+            told = message["claims"]
+            self._repository.claims[:] = [parse_attempt(c.encode(), "claim") for c in told]
 
     def _patience_s(self) -> float:
         """How long other ranks are waited for at the end. With the trainer dead the next start
@@ -142,18 +173,25 @@ class _Worker:
             if control not in self._poll(_IDLE_MS if block else 0, *watched):
                 return
             block = False
-            data, fds, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
+            try:
+                data, fds, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
+            except ConnectionResetError:
+                continue  # it died with reports unread; what it had sent comes next, then the end
             message = json.loads(data or b'{"close": true}')
+            self._hear_claims(message)
             if "close" in message:
                 self._closing = True
                 return
+            if "promote" in message:
+                self._promoter.wake()
+                for name, number in message["promote"].items():
+                    self._promoter.ask(name, number)
+                continue
             if "await" in message:
                 self._await_others(rebuild_stored(message["await"]))
                 continue
             if not fds:
                 raise OSError(errno.EMFILE, "a slot came without its descriptor: raise ulimit -n")
-            told = message["claims"]
-            self._repository.claims[:] = [parse_attempt(c.encode(), "claim") for c in told]
             token = message["slot"]
             for gone in self._slots.keys() - set(message["live"]):
                 self._slots.pop(gone).close(unlink=False)
@@ -182,6 +220,7 @@ class _Worker:
         """The work of a thread. What is chosen from checkpoint to checkpoint is its own."""
         chooser = Chooser(self._selection, self._batching)
         try:
+            chooser.prepare()
             while (work := self._next()) is not None:
                 self._persist_one(work.slot, chooser)
                 with self._changed:
@@ -211,6 +250,7 @@ class _Worker:
     def _persist_one(self, slot: Slot, chooser: Chooser) -> None:
         self._send({"begun": slot.token})
         try:
+            self._promoter.expect_like(slot)
             found = persist(
                 self._repository,
                 slot,
@@ -231,6 +271,7 @@ class _Worker:
             self._await_others(found)
         else:
             self._send({"done": asdict(found), "slot": slot.token})
+            self._promoter.wake()
 
     def _await_others(self, stored: Stored) -> None:
         def settle(end: Durable | BaseException) -> None:
@@ -239,12 +280,12 @@ class _Worker:
             else:
                 told = {"failed": describe_error(as_checkpoint_error(end))}
             self._send({**told, "at": stored.at})
+            self._promoter.wake()
 
         self._backlog.add(stored, settle)
 
     def _report(self, span: Span) -> None:
-        *rest, error = astuple(span)
-        self._send({"span": [*rest, error[:TEXT_CHARS]]})
+        self._send({"span": astuple(replace(span, error=span.error[:TEXT_CHARS]))})
 
     def _send(self, message: dict[str, Any]) -> None:
         # A dead trainer reads no reports; what is sealed becomes durable all the same.

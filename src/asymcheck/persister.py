@@ -34,11 +34,13 @@ from asymcheck.persist_worker import open_pidfd
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.selection import RAW, Batching, Selection
 from asymcheck.planning.strategies import Strategy
+from asymcheck.planning.tiers import Tier
 from asymcheck.process_log import ProcessLog
 from asymcheck.storage.local import LocalStore
 from asymcheck.storage.manifest import Attempt, dump_attempt
 from asymcheck.storage.repository import Repository
 from asymcheck.storage.store import Store
+from asymcheck.tiering import TierBoard, TierState, describe_tiers
 
 __all__ = [
     "LOG_NAME",
@@ -87,6 +89,8 @@ class PersistProcess:
         at_once: How many checkpoints are written at a time.
         writers: Into how many packs each is cut, written at the same time.
         commit_timeout_s: How long a stored part waits for those of other ranks.
+        tiers: Where committed checkpoints go on to; the other process opens them by their URLs.
+        board: Told how far they are.
 
     Raises:
         StoreError: The process could not be started.
@@ -107,23 +111,25 @@ class PersistProcess:
         at_once: int = 1,
         writers: int = 1,
         commit_timeout_s: float = COMMIT_TIMEOUT_S,
+        tiers: Sequence[tuple[Tier, Store]] = (),
+        board: TierBoard | None = None,
     ) -> None:
         self._claims = claims
-        self._config = json.dumps(
-            {
-                "url": url,
-                "run": run,
-                "trainer": list(_this_process()),
-                "grace_s": grace_s,
-                "retention": asdict(retention),
-                "selection": asdict(selection),
-                "batching": batching,
-                "at_once": at_once,
-                "writers": writers,
-                "commit_timeout_s": commit_timeout_s,
-                "spans": sink is not discard,  # nobody else would read them
-            }
-        )
+        self.board = board or TierBoard([tier.label for tier, _ in tiers])
+        self._config = {
+            "url": url,
+            "run": run,
+            "trainer": list(_this_process()),
+            "grace_s": grace_s,
+            "retention": asdict(retention),
+            "selection": asdict(selection),
+            "batching": batching,
+            "at_once": at_once,
+            "writers": writers,
+            "commit_timeout_s": commit_timeout_s,
+            "spans": sink is not discard,  # nobody else would read them
+            "tiers": describe_tiers(tiers),
+        }
         self._arena = arena
         self._sink = sink
         self._log = ProcessLog(log_path)
@@ -131,6 +137,7 @@ class PersistProcess:
         self._jobs: dict[int, Job] = {}  # by the token of the slot, in the order of their begin
         self._awaited: dict[CheckpointId, Job] = {}  # stored; the slot may be another one's
         self._closing = False
+        self._home_closed = False  # nothing but copies for tiers is left to do
         self._ended = 0  # processes that ended since a job was done
         try:
             self._process, self._control, self._watch = self._spawn()
@@ -160,30 +167,45 @@ class PersistProcess:
             self._changed.notify_all()
         return job.future
 
-    def close(self, timeout_s: float) -> bool:
+    def wake(self) -> None:
         """See ``Persister``."""
+        with self._changed:
+            self._send({"promote": {}, **self._told_claims()})
+
+    def ask_tier(self, name: str) -> int:
+        """See ``Persister``."""
+        with self._changed:
+            number = self.board.ask(name)
+            self._send({"promote": {name: number}, **self._told_claims()})
+            self._changed.notify_all()
+        return number
+
+    def close(self, timeout_s: float) -> bool:
+        """See ``Persister``. A process that still makes copies then goes on for as long."""
         until_s = monotonic() + timeout_s
         with self._changed:
             self._closing = True
-            self._send({"close": True})
+            self._send({"close": True, **self._told_claims()})
             self._changed.notify_all()
         self._reader.join(timeout_s)
         try:
             self._process.wait(max(0.0, until_s - monotonic()))
         except subprocess.TimeoutExpired:
-            return False
-        return not self._reader.is_alive()
+            return self._home_closed
+        return self._home_closed or not self._reader.is_alive()
 
     # --- talking to the process ---------------------------------------------
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket, int | None]:
         words = (sys.executable, "-P", "-c", _START, _MODULE, str(Path(__file__).parents[1]))
+        states = [asdict(state) for state in self.board.states()]
+        config = json.dumps({**self._config, "states": states, **self._told_claims()})
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
                 fd = theirs.fileno()
                 process = subprocess.Popen(
-                    [*words, str(fd), self._config],
+                    [*words, str(fd), config],
                     start_new_session=True,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -205,9 +227,12 @@ class PersistProcess:
             "path": str(job.slot.path) if job.slot.path else None,
             "live": self._arena.tokens(),
             "alone": job.ends > 0,
-            "claims": [dump_attempt(c).decode() for c in self._claims[-_CLAIMS:]],
+            **self._told_claims(),
         }
         self._send(message, job.slot.fd)
+
+    def _told_claims(self) -> dict[str, list[str]]:
+        return {"claims": [dump_attempt(c).decode() for c in self._claims[-_CLAIMS:]]}
 
     def _send(self, message: dict[str, Any], *fds: int) -> None:
         try:
@@ -252,6 +277,10 @@ class PersistProcess:
         if "span" in message:
             stage, *rest = message["span"]
             self._sink(Span(Stage(stage), *rest))
+        elif "tier" in message:
+            self.board.note(TierState(**message["tier"]), message["served"])
+        elif "home" in message:
+            self._home_closed = True
         elif "begun" in message:
             with self._changed:
                 self._jobs[message["begun"]].begun = True
@@ -285,8 +314,10 @@ class PersistProcess:
             self._count_end(why)
             with self._changed:
                 while not (self._left() or self._closing or self._ended < _TRIES):
+                    self.board.give_up()
                     self._changed.wait()
                 if self._closing and not self._left():
+                    self.board.give_up()
                     return False
                 _log.warning("the persister process %s: starting another", why)
                 try:
@@ -296,6 +327,7 @@ class PersistProcess:
                     self._changed.wait(_PAUSE_S)
                     continue
                 self._is_up = True
+                self._send({"promote": self.board.open_requests()})
                 for job in self._awaited.values():
                     if job.stored is not None:
                         self._send({"await": asdict(job.stored)})
@@ -343,7 +375,10 @@ def is_own_memory(store: Store) -> bool:
 
 
 def who_persists(
-    asked: Literal["auto", "process", "thread"], root: object, store: Store
+    asked: Literal["auto", "process", "thread"],
+    root: object,
+    store: Store,
+    tiers: Sequence[tuple[Tier, Store]] = (),
 ) -> Literal["process", "thread"]:
     """Choose between a process and a thread.
 
@@ -352,19 +387,25 @@ def who_persists(
         root: What the user gave: a store object may hold anything, so only a path or URL can
             be opened by another process.
         store: The store of that root.
+        tiers: The further tiers, each with its store.
 
     Raises:
         OptionError: A process was asked for and cannot open the store.
     """
     if asked not in ("auto", "process", "thread"):
         raise OptionError(f"persist: expected 'auto', 'process' or 'thread', found {asked!r}")
-    shared = isinstance(root, str | os.PathLike) and not is_own_memory(store)
+    places = [(root, store), *((tier.url, place) for tier, place in tiers)]
+    own = [
+        place
+        for given, place in places
+        if is_own_memory(place) or not isinstance(given, str | os.PathLike)
+    ]
     if asked == "auto":
-        return "process" if shared else "thread"
-    if asked == "process" and not shared:
+        return "thread" if own else "process"
+    if asked == "process" and own:
         raise OptionError(
-            f"persist: {store.url} can only be opened by this process, found 'process': use "
-            f"'thread' or 'auto', or give the root as a path or URL"
+            f"persist: {own[0].url} can only be opened by this process, found 'process': use "
+            f"'thread' or 'auto', or give it as a path or URL"
         )
     return asked
 
@@ -378,10 +419,13 @@ def start_persister(
     grace_s: float,
     strategy: Strategy,
     commit_timeout_s: float = COMMIT_TIMEOUT_S,
+    tiers: Sequence[tuple[Tier, Store]] = (),
+    board: TierBoard | None = None,
 ) -> Persister:
     """Start the persister of that kind; see the classes for the arguments."""
     at_once, writers = strategy.admission.at_once, strategy.writers
-    how = (strategy.selection, strategy.batching, at_once, writers, commit_timeout_s)
+    where = (commit_timeout_s, tiers, board)
+    how = (strategy.selection, strategy.batching, at_once, writers, *where)
     if kind == "thread":
         return PersistThread(repository, retention, sink, *how)
     store = repository.store

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -32,10 +32,13 @@ from asymcheck.events import Stage, timed
 from asymcheck.garbage import put_off
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.settling import DAMAGED, GONE, WELL, WRONG, Exchange, Found, Look, Settling
+from asymcheck.storage.copies import BadCopy, Served
+from asymcheck.storage.healing import Healed
+from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.index import RAW, TREE_KEY, Chunk, Index, Leaf
 from asymcheck.storage.listing import Listing
 from asymcheck.storage.reader import OpenCheckpoint
-from asymcheck.storage.repository import Repository
+from asymcheck.storage.suspects import MARKED, spoken_mark
 
 _LOOKS = 100
 """How often a restore looks again because a writer removed what it was about to read."""
@@ -55,7 +58,8 @@ class RestoreReport:
         attempt: The attempt that had written it, ``None`` for a fresh start.
         restored_bytes: Bytes read into live state.
         duration_s: Seconds from choosing to done.
-        skipped: Newer checkpoints that were passed over, each as ``(step, why)``.
+        skipped: Newer checkpoints that were passed over, damaged or marked suspect, each as
+            ``(step, why)``.
         rng_problems: What of the random number generators could not be set.
         missing_keys: With ``strict=False``: live, and not in the checkpoint.
         unexpected_keys: With ``strict=False``: in the checkpoint, and not live.
@@ -63,6 +67,11 @@ class RestoreReport:
         cast_keys: With ``dtype_policy="cast"``: loaded with another dtype.
         world_change: What became of each rank's own state because another number of ranks had
             saved, in words; empty where as many had.
+        served: What each tier gave to this rank, nearest first: bytes that passed their check, and
+            the seconds that its calls took.
+        damaged: Copies that did not give what was committed, of any checkpoint that was tried.
+        healed: Copies of them that were written anew, from tiers that have them whole.
+        unreachable: Tiers that could not be looked at, each with why.
     """
 
     step: int
@@ -76,14 +85,19 @@ class RestoreReport:
     mismatched: tuple[tuple[str, str, str], ...] = ()
     cast_keys: tuple[str, ...] = ()
     world_change: str = ""
+    served: tuple[Served, ...] = ()
+    damaged: tuple[BadCopy, ...] = ()
+    healed: tuple[Healed, ...] = ()
+    unreachable: tuple[tuple[str, str], ...] = ()
 
 
 class TornRestore(CorruptCheckpoint):
     """Damage was met after live state had been overwritten, and nothing else could be loaded."""
 
 
+@put_off()
 def restore(
-    repository: Repository,
+    hierarchy: Hierarchy,
     state: State,
     *,
     step: int | None,
@@ -97,14 +111,15 @@ def restore(
 ) -> RestoreReport:
     """Load the newest checkpoint that is whole, or the one asked for; blocks.
 
-    A damaged checkpoint is passed over with one warning, and the one before is tried. One
+    Each object and each chunk comes from the nearest copy that is whole. A checkpoint of which
+    something is whole nowhere is passed over with one warning, and the one before is tried. One
     that is intact but does not match is an error at once: older ones would not match either.
 
     Many ranks call it alike, each with its own state. They try what rank 0 finds, and go on to
     the one before where any of them cannot read it; Python values are set when all could.
 
     Args:
-        repository: Where from.
+        hierarchy: Where from.
         state: Where to; written in place. It knows the same rank and world.
         step: Which, ``None`` for the newest that is whole.
         strict: Whether any difference is an error.
@@ -125,13 +140,15 @@ def restore(
     """
     start_s = perf_counter()
     ranks = Settling(rank, world, exchange)
-    look = partial(_look, repository, step)
+    look = partial(_look, hierarchy, step)
+    hierarchy.copies.forget()
     torn = False
     looks = 0
     candidates, skipped = ranks.first(look)
     while candidates:
         at = candidates.pop(0)
-        loading = _Loading(repository, at, state, rank, on_world_change, strict=strict, cast=cast)
+        who = (rank, world, on_world_change)
+        loading = _Loading(hierarchy, at, state, *who, strict=strict, cast=cast)
         with timed(sink, Stage.RESTORE, at.step), loading:
             # Nothing is overwritten on any rank before all know that it fits.
             found = ranks.settle("planning a restore", loading.plan(), at)
@@ -159,7 +176,9 @@ def restore(
                 raise _torn_by(at, found.why) from found.own
         report = loading.report
         for passed, why in skipped:
-            _warn(f"checkpoint of step {passed} is damaged and was passed over: {why}")
+            is_mark = why.startswith(MARKED)
+            fate = "was passed over" if is_mark else "is damaged and was passed over"
+            _warn(f"checkpoint of step {passed} {fate}: {why}")
         if report.world_change:
             _warn(f"checkpoint of step {at.step} was {report.world_change}")
         if report.rng_problems:
@@ -170,15 +189,16 @@ def restore(
             restored_bytes=loading.restored_bytes,
             duration_s=perf_counter() - start_s,
             skipped=tuple(skipped),
+            **_notes_of(hierarchy),
         )
     lines = "\n".join(f"  step {passed}: {why}" for passed, why in skipped)
     message = f"none of {len(skipped)} checkpoints could be loaded:\n{lines}"
     if torn:
         raise TornRestore(
-            repository.store.url,
+            hierarchy.spoken,
             f"{message}\nThe live state was overwritten in part: build it anew before training.",
         )
-    raise CorruptCheckpoint(repository.store.url, message)
+    raise CorruptCheckpoint(hierarchy.spoken, message)
 
 
 def _torn_by(at: CheckpointId, what: str) -> TornRestore:
@@ -189,37 +209,57 @@ def _torn_by(at: CheckpointId, what: str) -> TornRestore:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, CheckpointWarning, stacklevel=4)
+    warnings.warn(message, CheckpointWarning, stacklevel=5)
 
 
-def _look(repository: Repository, step: int | None) -> Look:
-    """What may be restored, best first, and what is damaged and would have been better."""
-    listing = repository.survey()
-    candidates = _candidates(repository, listing, step)
+def _notes_of(hierarchy: Hierarchy) -> dict[str, Any]:
+    notes = hierarchy.copies.notes
+    names = [place.name for place in hierarchy.copies.places]
+    return {
+        "served": tuple(notes.served.get(name, Served(name)) for name in names),
+        "damaged": tuple(notes.bad.values()),
+        "unreachable": tuple(notes.unreachable.items()),
+    }
+
+
+def _look(hierarchy: Hierarchy, step: int | None) -> Look:
+    """What may be restored, best first, and what is damaged or suspect and would have been better.
+
+    A suspect is loaded where it is asked for: so one can find out what is wrong with it.
+    """
+    listing = hierarchy.survey()
+    candidates = _candidates(hierarchy, listing, step)
     newest = candidates[0] if candidates else CheckpointId(0, 0)
+    passed = [
+        (at.step, spoken_mark(hierarchy.copies, at))
+        for at in sorted(listing.suspects)
+        if step is None and at > newest
+    ]
     damaged = [
         (d.at.step, d.why)
         for d in listing.damaged
         if (d.at > newest if step is None else d.at.step == step)
     ]
-    if not candidates and not damaged:
-        raise NoCheckpoint(_none_there(repository, listing, step))
-    return candidates, damaged
+    if not candidates and not damaged and not passed:
+        raise NoCheckpoint(_none_there(hierarchy, listing, step))
+    return candidates, passed + damaged
 
 
-def _candidates(repository: Repository, listing: Listing, step: int | None) -> list[CheckpointId]:
-    lineage = repository.lineage(listing)
+def _candidates(hierarchy: Hierarchy, listing: Listing, step: int | None) -> list[CheckpointId]:
+    lineage = hierarchy.lineage(listing)
     if step is None:
         return lineage[::-1]
     found = [c for c in lineage if c.step == step]
     return found or sorted((c for c in listing.committed if c.step == step), reverse=True)[:1]
 
 
-def _none_there(repository: Repository, listing: Listing, step: int | None) -> str:
+def _none_there(hierarchy: Hierarchy, listing: Listing, step: int | None) -> str:
     steps = sorted({c.step for c in listing.committed})
     there = f"steps {steps[:20]} are there" if steps else "there is no checkpoint yet"
     what = "" if step is None else f"step {step}: "
-    return f"{repository.store.url}: {what}{there}"
+    away = hierarchy.copies.notes.unreachable.items()
+    perhaps = "; ".join(f"tier {tier} may have some, but cannot be read: {w}" for tier, w in away)
+    return f"{hierarchy.spoken}: {what}{there}" + (f"; {perhaps}" if perhaps else "")
 
 
 class _Loading:
@@ -227,19 +267,21 @@ class _Loading:
 
     def __init__(
         self,
-        repository: Repository,
+        hierarchy: Hierarchy,
         at: CheckpointId,
         state: State,
         rank: int,
+        world: int,
         on_world_change: WorldChange,
         *,
         strict: bool,
         cast: bool,
     ) -> None:
-        self._repository = repository
+        self._hierarchy = hierarchy
         self._at = at
         self._state = state
         self._rank = rank
+        self._world = world
         self._on_world_change = on_world_change
         self._strict = strict
         self._cast = cast
@@ -277,7 +319,7 @@ class _Loading:
 
     @put_off()
     def _plan(self) -> None:
-        checkpoint = self._open.enter_context(self._repository.open(self._at))
+        checkpoint = self._open.enter_context(self._hierarchy.open(self._at))
         indexes = checkpoint.indexes
         own = indexes[self._rank % len(indexes)]
         decoding = Decoding(checkpoint)
@@ -299,10 +341,15 @@ class _Loading:
         # Ranks that want the same begin at different places: each finds in the page cache what
         # the others have read meanwhile.
         first = self._rank % len(checkpoint.indexes)
+        places = plan.places.sinks.items()
+        # What nobody else reads need not go through the page cache: that is a copy less, and as
+        # much memory.
+        alone = self._world == 1 or (
+            self._world == len(checkpoint.indexes) and {r for (r, _), _ in places} == {self._rank}
+        )
         for index in (*checkpoint.indexes[first:], *checkpoint.indexes[:first]):
-            places = plan.places.sinks.items()
             sinks = {key: sinks for (rank, key), sinks in places if rank == index.rank}
-            self._read_leaves(checkpoint, decoding, index, sinks)
+            self._read_leaves(checkpoint, decoding, index, sinks, once=alone)
 
     def finish(self, *, torn: bool) -> Found:
         """Set Python values.
@@ -343,7 +390,13 @@ class _Loading:
         return decoding.read_leaf(index, next(x for x in index.leaves if x.key == TREE_KEY))
 
     def _read_leaves(
-        self, checkpoint: OpenCheckpoint, decoding: Decoding, index: Index, sinks: _Sinks
+        self,
+        checkpoint: OpenCheckpoint,
+        decoding: Decoding,
+        index: Index,
+        sinks: _Sinks,
+        *,
+        once: bool,
     ) -> None:
         """Read chunk after chunk; a few of them are decoded beside that, in threads.
 
@@ -355,10 +408,10 @@ class _Loading:
             for piece in _reads(index, sinks):
                 if piece.chunk.codec == RAW and piece.live is not None:
                     self.touched = True
-                    checkpoint.read(index, piece.chunk, piece.live)
+                    checkpoint.read(index, piece.chunk, piece.live, once=once)
                     self._put(piece, piece.live)
                     continue
-                loaded = decoding.load(index, piece.chunk)
+                loaded = decoding.load(index, piece.chunk, once=once)
                 if piece.chunk.codec == RAW:
                     self._put(piece, loaded.raw())
                     loaded.release()

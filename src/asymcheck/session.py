@@ -23,16 +23,19 @@ from asymcheck.errors import (
 from asymcheck.events import Sink, discard, guarded
 from asymcheck.handles import Handle, SaveReport
 from asymcheck.integrations.deepspeed.engine import adopt_engines
-from asymcheck.outcomes import Outcomes
+from asymcheck.outcomes import Outcomes, warn
 from asymcheck.persister import who_persists
 from asymcheck.planning.cadence import Cadence, Never
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.selection import Fidelity
 from asymcheck.planning.strategies import Strategy
+from asymcheck.planning.tiers import HasUrl, Tier
 from asymcheck.ranks import Announcement, alike
 from asymcheck.recovery import RestoreReport, TornRestore, restore
+from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.store import Store
 from asymcheck.termination import Termination
+from asymcheck.tiering import TierBoard, TierState
 from asymcheck.timekeeping import Timekeeper
 from asymcheck.tracing import Tracer
 from asymcheck.writing import RootWriter
@@ -40,7 +43,7 @@ from asymcheck.writing import RootWriter
 if TYPE_CHECKING:  # not every build of torch has it
     from torch.distributed import ProcessGroup
 
-__all__ = ["Checkpointer", "Handle", "RestoreReport", "SaveReport"]
+__all__ = ["Checkpointer", "Handle", "RestoreReport", "SaveReport", "TierState"]
 
 
 class Checkpointer(RootWriter):
@@ -82,7 +85,10 @@ class Checkpointer(RootWriter):
             ``torch.distributed`` is initialized, ``alone`` for this process whatever there is.
         replicated: Names in ``state`` of which all ranks hold the same, written once; what is
             in ``DistributedDataParallel`` is known without. See ``docs/distributed.md``.
-        timeout_s: How long a rank waits for another before all raise ``RankFailed``.
+        timeout_s: How long a rank waits for another before all raise ``RankFailed``, and for a
+            tier at the start.
+        tiers: Further places for copies, nearest first: each a ``Tier``, or a directory or URL.
+            See ``docs/tiers.md``.
 
     Raises:
         OptionError: An argument is wrong, or the root holds something else.
@@ -115,6 +121,7 @@ class Checkpointer(RootWriter):
         ranks: Literal["alone"] | ProcessGroup | None = None,
         replicated: Sequence[str] = (),
         timeout_s: float = 60.0,
+        tiers: Sequence[str | os.PathLike[str] | HasUrl | Tier] = (),
     ) -> None:
         super().__init__()
         self._timeout_s = options.seconds("timeout_s", timeout_s)
@@ -135,7 +142,9 @@ class Checkpointer(RootWriter):
                 self._sink = self._tracer = Tracer(path, self._sink, self._strategy)
             self._outcomes = Outcomes(on_error, self._timekeeper, self._tracer)
             self._store = options.as_store(root)
-            self._persist = who_persists(persist, root, self._store)
+            self._tiers = options.as_tiers(tiers, self._store)
+            self._board = TierBoard([tier.label for tier, _ in self._tiers])
+            self._persist = who_persists(persist, root, self._store, self._tiers)
             rank, world = self._ranks.rank, self._ranks.world
             objects = adopt_engines(options.named_objects(state), rank, world)
             names = options.names_of("replicated", replicated, objects)
@@ -197,13 +206,15 @@ class Checkpointer(RootWriter):
                 raise OptionError("resume: expected 'auto' or 'must' with a step, found 'never'")
         self.wait()
         self._take_over()
+        hierarchy: Hierarchy | None = None
         if resume == "never":
             self.report = RestoreReport(step=0)
         else:
             torn, self._torn = self._torn, True  # until it is over: it may be interrupted
             try:
+                hierarchy = self._hierarchy()
                 self.report = restore(
-                    self._existing(),
+                    hierarchy,
                     self._state,
                     step=step,
                     strict=strict,
@@ -219,11 +230,15 @@ class Checkpointer(RootWriter):
                 absent = isinstance(failure, NoCheckpoint)
                 if not absent or step is not None or resume == "must" or self._read_only:
                     raise
+                if hierarchy is not None and hierarchy.copies.notes.unreachable:
+                    warn(f"training starts from nothing (resume='must' would refuse): {failure}")
                 self.report = RestoreReport(step=0)
         self._torn = False
         found = self.report
         parent = None if found.attempt is None else CheckpointId(found.attempt, found.step)
         self._start_attempt(parent)
+        if hierarchy is not None:
+            self.report = self._heal(hierarchy, found)
         self._timekeeper.begin(found.step)
         return found.step
 
@@ -235,7 +250,7 @@ class Checkpointer(RootWriter):
     def steps(self) -> list[int]:
         """Steps of the checkpoints that ``restore`` would choose from, oldest first."""
         try:
-            return [c.step for c in self._existing().lineage()]
+            return [c.step for c in self._hierarchy().lineage()]
         except NoCheckpoint:
             return []
 
@@ -363,21 +378,32 @@ class Checkpointer(RootWriter):
         self.fence()
         yield
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wait(self, timeout_s: float | None = None, *, tier: str | None = None) -> bool:
         """Wait until every save so far is durable or failed, and the newest is in the store.
 
         Args:
             timeout_s: How long at most; ``None`` without end.
+            tier: Name of a tier that the newest goes to as well, whether it is due there or not;
+                it is waited for as long once more.
 
         Returns:
-            Whether all are done.
+            Whether all are done, and the newest is in that tier.
 
         Raises:
             CheckpointError: The first background failure that was not raised yet.
         """
         self._check_process()
         limit_s = None if timeout_s is None else options.seconds("timeout_s", timeout_s)
-        return self._settle(limit_s)
+        names = [] if tier is None else [options.a_tier(tier, self._tiers)]
+        done = self._settle(limit_s)
+        return all([done, *(self._await_tier(name, limit_s) for name in names)])
+
+    def tier_states(self) -> tuple[TierState, ...]:
+        """How far each tier is behind, and what was done for it, nearest first; never blocks.
+
+        Copies are made by rank 0, which knows; other ranks know the names alone.
+        """
+        return self._board.states()
 
     def close(self) -> None:
         """Drain within ``grace_s``, end the thread, raise the first background failure.

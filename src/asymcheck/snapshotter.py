@@ -119,14 +119,10 @@ class Snapshotter:
             self._pacing = Pacing(state.modules, strategy.partitioner, self.settle)
         self._hook = UpdateHook(self._watched, self.fence, state.optimizers, self._end_step)
 
-    @property
-    def latest_step(self) -> int:
-        """Step that training is at; the session sets it."""
-        return self._keeper.latest_step
-
-    @latest_step.setter
-    def latest_step(self, step: int) -> None:
+    def note_step(self, step: int) -> None:
+        """Training is at ``step``."""
         self._keeper.latest_step = step
+        self._arena.beat(step)
 
     def between_saves(self) -> None:
         """A step is over that does not save."""
@@ -250,18 +246,17 @@ class Snapshotter:
                     self._repository,
                     described,
                     lambda extent: gather(placed, extent),
-                    lambda extent, upto: None,
+                    lambda *_: None,
                     lambda: None,
-                    self._retention,
-                    self._sink,
-                    Chooser(RAW),
+                    *(self._retention, self._sink, Chooser(RAW)),
                 )
                 how = (self._retention, self._sink, self._commit_timeout_s)
                 found = await_others(self._repository, found, *how)
             except CheckpointError as failure:
-                handle.captured.set_exception(failure)
-                handle.durable.set_exception(failure)
+                for future in (handle.captured, handle.durable):
+                    future.set_exception(failure)
                 return handle
+        self._persister.wake()
         handle.captured.set_result(None)
         stall_s = perf_counter() - described.boundary_s
         report = report_of(found, placed.at.eager_bytes, stall_s, "blocking")

@@ -43,6 +43,7 @@ from asymcheck.planning.plan import (
 )
 from asymcheck.planning.strategies import Strategy
 from asymcheck.planning.windows import Window
+from asymcheck.tiering import TierState
 
 T = TypeVar("T")
 
@@ -150,7 +151,7 @@ class Tracer:
     def __call__(self, span: Span) -> None:
         """Take one span."""
         self._sink(span)
-        if self._is_on and span.stage is not Stage.RESTORE:
+        if self._is_on and span.stage not in (Stage.RESTORE, Stage.PROMOTE):
             with self._lock:
                 saving = self._saving(span.step)
                 saving.spans.append(span)
@@ -437,11 +438,12 @@ def _parse(where: str, line: bytes) -> Trace:
                 "parts": tuple(_row(TracedPart, row) for row in told["parts"]),
             }
         groups = tuple(_build(GroupReport, g) for g in told["report"]["groups"])
+        tiers = tuple(_build(TierState, t) for t in told["report"].get("tiers", ()))
         return _build(
             Trace,
             told,
             spans=tuple(_row(TracedSpan, row) for row in told["spans"]),
-            report=_build(SaveReport, told["report"], groups=groups),
+            report=_build(SaveReport, told["report"], groups=groups, tiers=tiers),
             **more,
         )
     except (LookupError, ValueError, TypeError, AttributeError, RecursionError, PlanError) as bad:

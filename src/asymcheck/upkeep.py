@@ -28,11 +28,15 @@ from asymcheck.storage.names import attempt_name, manifest_name
 from asymcheck.storage.reader import OpenCheckpoint
 from asymcheck.storage.repository import Repository
 from asymcheck.storage.store import read_all
+from asymcheck.storage.suspects import spoken_mark
 
-Standing = Literal["newest", "ok", "abandoned", "separate", "foreign", "damaged", "newer"]
-"""``newest`` is what ``restore()`` loads and ``ok`` led to it; ``abandoned`` lies on a branch
-that was left by going back; ``separate`` belongs to another start from nothing, ``foreign`` to
-another run; ``damaged`` exists no more; ``newer`` is readable by a newer release only."""
+Standing = Literal[
+    "newest", "ok", "suspect", "abandoned", "separate", "foreign", "damaged", "newer"
+]
+"""``newest`` is what ``restore()`` loads and ``ok`` led to it; ``suspect`` is marked and passed
+over; ``abandoned`` lies on a branch that was left by going back; ``separate`` belongs to another
+start from nothing, ``foreign`` to another run; ``damaged`` exists no
+more; ``newer`` is readable by a newer release only."""
 
 _STEPS_SAID = 20
 _MAX_DEPTH = 500
@@ -80,9 +84,17 @@ def rows_of(repository: Repository, listing: Listing, *, only_reading: bool = Tr
         standings.update(
             dict.fromkeys(abandoned_by(newest.attempt, parents, committed), "abandoned")
         )
-        standings.update(dict.fromkeys(lineage_of(newest.attempt, parents, committed), "ok"))
-        standings[newest] = "newest"
+        for at in lineage_of(newest.attempt, parents, committed):
+            standings[at] = "suspect" if at in listing.suspects else "ok"
+        if good := [at for at, standing in standings.items() if standing == "ok"]:
+            standings[max(good)] = "newest"
     rows = [Row(at, standings.get(at, "separate"), m) for at, m in committed.items()]
+    rows = [
+        replace(row, why=spoken_mark(repository.copies, row.at))
+        if row.standing == "suspect"
+        else row
+        for row in rows
+    ]
     rows += [Row(d.at, "newer" if d.newer else "damaged", why=why_of(d)) for d in listing.damaged]
     rows += [Row(at, "foreign") for at in listing.foreign]
     return sorted(rows, key=lambda row: row.at)
@@ -363,7 +375,8 @@ def prune(repository: Repository, plan: PrunePlan, *, verify: bool) -> None:
     """
     committed = [row.at for row in plan.gone if row.at in plan.listing.committed]
     if committed and verify:
-        newest = max(plan.listing.committed)
+        chosen = [row.at for row in plan.kept if row.standing == "newest"]
+        newest = max(chosen or plan.listing.committed)
         for damage in decoding.verify(repository, newest):
             raise CorruptCheckpoint(
                 say(newest),

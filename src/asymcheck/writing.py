@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from asymcheck.agreement import Agreement
 from asymcheck.device.state import State
@@ -15,23 +16,41 @@ from asymcheck.endings import Ending, settle_others
 from asymcheck.errors import (
     CaptureError,
     CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
     NoCheckpoint,
     OptionError,
+    RankFailed,
     StoreError,
 )
 from asymcheck.events import Sink
+from asymcheck.garbage import put_off
 from asymcheck.handles import Handle
 from asymcheck.handover import take_over
 from asymcheck.memory.arena import SHARED_MEMORY, Arena
+from asymcheck.mending import in_words, mend
 from asymcheck.outcomes import Outcomes, warn
-from asymcheck.persister import is_own_memory, start_persister
+from asymcheck.persister import Persister, is_own_memory, start_persister
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.strategies import Strategy
+from asymcheck.planning.tiers import Tier, spoken_url
+from asymcheck.rank_store import host
 from asymcheck.ranks import Ranks
+from asymcheck.recovery import RestoreReport
 from asymcheck.snapshotter import Snapshotter
+from asymcheck.storage.copies import Place
+from asymcheck.storage.healing import heal_tops
+from asymcheck.storage.hierarchy import Hierarchy
+from asymcheck.storage.manifest import dump_attempt, parse_attempt
+from asymcheck.storage.names import attempt_name
 from asymcheck.storage.repository import Repository, create_repository, open_repository
+from asymcheck.storage.runs import read_run
 from asymcheck.storage.store import Store
+from asymcheck.tiering import TierBoard, Tiers, hold_for, record_in, within
 from asymcheck.tracing import Tracer
+
+_ENDLESS_S = 1e8
+_TIMES_ASKED = 4  # tiers at the most in one call, which other ranks wait for
 
 
 class RootWriter:
@@ -52,11 +71,15 @@ class RootWriter:
     _outcomes: Outcomes
     _state: State
     _store: Store
+    _tiers: tuple[tuple[Tier, Store], ...]
+    _board: TierBoard
+    _at_start: Tiers
     _persist: Literal["process", "thread"]
 
     def __init__(self) -> None:
         self._repository: Repository | None = None
         self._snapshotter: Snapshotter | None = None
+        self._persister: Persister | None = None
         self._attempt: int | None = None
         self._latest_step = 0
         self._closed = False
@@ -77,6 +100,7 @@ class RootWriter:
                 self._repository = self._open_repository()
             return None if self._repository is None else self._repository.run
 
+        self._check_hosts()
         self._ranks.first("opening the root", opened)
         runs = self._ranks.each("opening the root", opened)
         for rank, run in enumerate(runs):
@@ -86,9 +110,28 @@ class RootWriter:
                     f"give all ranks a directory or store that they share"
                 )
 
+    def _check_hosts(self) -> None:
+        """Refuse a place that each host has for itself, where the ranks run on several."""
+        stores = (self._store, *(store for _, store in self._tiers))
+        own = next((s for s in stores if s.capabilities.scope == "node"), None)
+        if self._ranks.world == 1 or own is None:
+            return
+        hosts = len(set(self._ranks.exchange("hosts", host())))
+        if hosts > 1:
+            raise OptionError(
+                f"{own.url} is said to be of each host alone (scope=node), and the ranks run on "
+                f"{hosts} hosts: give a directory or store that all of them share"
+            )
+
     def _open_repository(self) -> Repository | None:
         if not self._read_only and self._ranks.rank == 0:
-            return create_repository(self._store)
+            try:
+                return self._made()
+            except (CorruptCheckpoint, IncompatibleCheckpoint) as failure:
+                if not heal_tops(self._places(), self._timeout_s):
+                    raise
+                warn(f"{failure}: it was written anew as other tiers have it")
+                return self._made()
         try:
             return open_repository(self._store)
         except NoCheckpoint:
@@ -98,6 +141,55 @@ class RootWriter:
         if self._repository is None:
             self._repository = open_repository(self._store)
         return self._repository
+
+    def _made(self) -> Repository:
+        # A new host with an empty home goes on with the run that its tiers hold.
+        self._at_start = Tiers(self._tiers, self._timeout_s / _TIMES_ASKED, warn)
+        run = self._at_start.run()
+        repository = create_repository(self._store, run)
+        self._at_start.check(repository.run, run)
+        repository.hold = hold_for(self._at_start.standings)
+        return repository
+
+    def _places(self) -> list[Place]:
+        """Where copies lie, nearest first. A writer does without none of what its root has."""
+        home = Place(spoken_url(self._store.url), self._store, must_answer=not self._read_only)
+        return [home, *(Place(tier.label, store, must_answer=False) for tier, store in self._tiers)]
+
+    def _hierarchy(self) -> Hierarchy:
+        """The checkpoints of the root and of all tiers.
+
+        Raises:
+            NoCheckpoint: Nobody holds any.
+            StoreError: None is there, and a tier that may hold some cannot be reached.
+        """
+        if not self._tiers:
+            return self._existing()
+        return Hierarchy(self._places(), self._run(), self._timeout_s)
+
+    def _run(self) -> str:
+        failure: CheckpointError | None = None
+        try:
+            return self._existing().run
+        except NoCheckpoint as none:
+            failure = none
+        for _, store in self._tiers:  # only reading: nobody made the root
+            try:
+                return read_run(store)
+            except NoCheckpoint:
+                continue
+            except StoreError as bad:
+                failure = bad
+        raise failure
+
+    def _heal(self, hierarchy: Hierarchy, report: RestoreReport) -> RestoreReport:
+        """Write anew what a restore found damaged, and warn of it."""
+        if self._tiers:
+            exchange = None if self._read_only else self._ranks.exchange
+            report = mend(hierarchy, report, self._ranks.rank, self._ranks.world, exchange)
+            for message in in_words(report):
+                warn(message)
+        return report
 
     def _take_over(self) -> None:
         """Finish what others left: an older one of this process, a dead trainer of this run."""
@@ -121,10 +213,57 @@ class RootWriter:
         """Claim an attempt that continues from ``parent``; nothing is pending."""
         if self._read_only:
             return
-        self._attempt = self._ranks.first(
-            "claiming the root", lambda: self._existing().claim(parent).number
-        )
+        failed: list[CheckpointError] = []
+
+        def claim() -> list[Any]:
+            number, why = None, ""
+            try:
+                number = self._at_start.claim(self._existing(), parent).number
+            except CheckpointError as failure:
+                failed.append(failure)
+                why = f"{type(failure).__name__}: {failure}"
+            claims = [dump_attempt(c).decode() for c in self._existing().claims]
+            return [number, why, claims, [tier.label for tier, _ in self._at_start.reached]]
+
+        number, why, claims, reached = self._ranks.first("claiming the root", claim)
+        # Also of a claim that failed: its record may be there, and is no other job's.
+        self._existing().claims[:] = [parse_attempt(c.encode(), "claim") for c in claims]
+        if number is None:
+            raise (
+                failed.pop()
+                if failed
+                else RankFailed((0,), f"claiming the root: rank 0 failed: {why}")
+            )
+        self._attempt = number
+        if self._ranks.world > 1:
+            self._find_claim(number, reached)
         self._capturing()  # a persister that is started now is there at the first save
+
+    def _find_claim(self, attempt: int, reached: Sequence[str]) -> None:
+        """Make sure that all ranks see the places that rank 0 sees: its claim stands in each.
+
+        Raises:
+            OptionError: One is another place here, as a path is that each host has for itself.
+        """
+        name = attempt_name(attempt)
+        places = {"root": self._store}
+        places |= {f"tier {t.label}": s for t, s in self._tiers if t.label in reached}
+
+        def look() -> dict[str, str | None]:
+            calls = [partial(record_in, store, name) for store in places.values()]
+            found = zip(places, within(self._timeout_s / _TIMES_ASKED, calls), strict=True)
+            # What cannot be read is no other place; a tier need not be there.
+            return {what: None if isinstance(r, CheckpointError) else r for what, r in found}
+
+        told = self._ranks.each("looking for the claim", look)
+        for what, expected in told[0].items():
+            for rank, found in enumerate(told):
+                record = found.get(what, "")
+                if None not in (record, expected) and record != expected:
+                    raise OptionError(
+                        f"{what} is another place on rank {rank} than on rank 0, or none there: "
+                        f"give all ranks the same ones, that they share"
+                    )
 
     def _take_attempt(self, step: int, last_step: int) -> None:
         """Have an attempt to save under, so that ``(attempt, step)`` was never used."""
@@ -139,13 +278,15 @@ class RootWriter:
             self._start_attempt(CheckpointId(*before))
 
     def _check_writer(self, attempt: int) -> None:
-        self._existing().check_writer(attempt)
+        # A remote store answers late: there the persister asks, before it writes.
+        if self._store.capabilities.durability != "replicated":
+            self._existing().check_writer(attempt)
 
     def _refuse_other_checkpoints(self) -> None:
-        found = self._existing().lineage()
+        found = self._existing().survey().committed
         if found:
             raise OptionError(
-                f"save: {self._store.url} holds checkpoints up to step {found[-1].step}: call "
+                f"save: {self._store.url} holds checkpoints up to step {max(found).step}: call "
                 f"restore() first, or restore(resume='never') to start beside them"
             )
 
@@ -182,7 +323,10 @@ class RootWriter:
                 self._grace_s,
                 self._strategy,
                 self._timeout_s,
+                self._tiers if self._ranks.rank == 0 else (),
+                self._board,
             )
+            self._persister = persister
             self._snapshotter = Snapshotter(
                 self._state,
                 self._strategy,
@@ -215,11 +359,12 @@ class RootWriter:
         self._check_process()
         self._latest_step = step
         if self._snapshotter is not None:
-            self._snapshotter.latest_step = step
+            self._snapshotter.note_step(step)
             self._snapshotter.settle()
 
     # --- one save -------------------------------------------------------------------
 
+    @put_off()
     def _capture(
         self, step: int, numbers: Mapping[str, float], when_full: Literal["wait", "skip", "raise"]
     ) -> Handle | None:
@@ -268,6 +413,8 @@ class RootWriter:
         """What failed behind the training since the latest call; warns of what was dropped."""
         if self._snapshotter is not None:
             self._outcomes.pending += self._snapshotter.late()
+        for message in self._board.complaints():
+            warn(message)
         failure = self._outcomes.failure(self._snapshotter, self._agreed.dropped)
         for step, why in self._outcomes.take_drops():
             self._agreed.drop(step, why, self._latest_step)
@@ -297,11 +444,23 @@ class RootWriter:
         # Some may have to wait for what others never stored, as long as that takes to be sure.
         return self._agreed.meet("wait", self._settled, self._timeout_s + (limit_s or 0.0))
 
+    def _await_tier(self, name: str, limit_s: float | None) -> bool:
+        """Have the newest go to a tier, and wait until it is there; rank 0 does both."""
+
+        def there() -> bool:
+            persister = self._persister
+            if self._ranks.rank or persister is None:
+                return self._ranks.rank > 0
+            return self._board.await_served(name, persister.ask_tier(name), limit_s)
+
+        longest_s = _ENDLESS_S if limit_s is None else limit_s
+        return all(self._ranks.each(f"waiting for tier {name}", there, longest_s))
+
     # --- the end ----------------------------------------------------------------------
 
     def _forget(self) -> None:
         """What it started was closed for another one that writes the root from now on."""
-        self._snapshotter = None
+        self._snapshotter = self._persister = None
 
     def _end(self) -> bool:
         """Drain within ``grace_s`` and give back what was started, without a word to other ranks;
@@ -311,6 +470,9 @@ class RootWriter:
             return False  # the checkpointer of the parent of a fork is not the child's to close
         in_time = self._snapshotter is None or self._snapshotter.close(self._grace_s)
         self._closed = True  # not before: a close that was interrupted can be made again
+        if self._snapshotter is not None and self._ranks.rank == 0:
+            for message in self._board.unfinished():
+                warn(message)
         if self._ending is not None:
             self._ending.over()
         self._settled()

@@ -23,6 +23,7 @@ from asymcheck_lab.cli_bench import (
 )
 from asymcheck_lab.cli_models import add_commands
 from asymcheck_lab.cli_page import add_report
+from asymcheck_lab.cli_run import add_chaos, add_run, add_soak
 from asymcheck_lab.errors import LabError, UsageError
 
 app = typer.Typer(
@@ -439,3 +440,6 @@ add_bench(app, _readable_errors)
 add_many_small(app, _readable_errors)
 add_commands(app, _readable_errors)
 add_report(app, _readable_errors)
+add_run(app, _readable_errors)
+add_chaos(app, _readable_errors)
+add_soak(app, _readable_errors)

@@ -129,7 +129,7 @@ def show(console: Console, runs: Sequence[Run]) -> None:
 
     Args:
         console: Where to.
-        runs: Of any sessions; each cell is shown as its newest session measured it.
+        runs: Of any sessions; each cell is shown as one session measured it, see ``cells_of``.
     """
     for found in cells_of(runs):
         heads, rows = lines_of(found, brief=True)
@@ -157,7 +157,7 @@ def render(runs: Sequence[Run]) -> str:
     """The same as Markdown, with where and how it was measured.
 
     Args:
-        runs: Of any sessions; each cell is shown as its newest session measured it.
+        runs: Of any sessions; each cell is shown as one session measured it, see ``cells_of``.
 
     Raises:
         DataError: There is none.

@@ -318,7 +318,7 @@ class CellRows:
         rows: Systems that were measured.
         missing: Systems that were not: nothing of theirs came to its end.
         newest: A record of the session that is shown.
-        left_out: Records of older sessions.
+        left_out: Records of other sessions.
         rounds: Rounds of the session.
         step_s: A step without checkpoints, ``None`` where none was measured.
     """
@@ -353,9 +353,10 @@ _Key = tuple[Machine, str, str, str, int, str, int]
 
 
 def cells_of(runs: Sequence[Run]) -> list[CellRows]:
-    """Every cell, of its newest session only; by machine, then as the records come.
+    """Every cell, of one session only; by machine, then as the records come.
 
-    What is not ranked, and so not compared, stands last in each.
+    That is the newest of those with rounds enough to tell systems apart, or the newest. What is
+    not ranked, and so not compared, stands last in each.
     """
     groups: dict[_Key, list[Run]] = {}
     for run in runs:
@@ -367,7 +368,10 @@ def cells_of(runs: Sequence[Run]) -> list[CellRows]:
 
 
 def _cell_of(key: _Key, runs: Sequence[Run]) -> CellRows:
-    session = max(run.session for run in runs)
+    rounds: dict[str, set[int]] = {}
+    for run in runs:
+        rounds.setdefault(run.session, set()).update(() if run.absent else (run.round,))
+    session = max(rounds, key=lambda name: (can_tell_apart(len(rounds[name])), name))
     shown = [run for run in runs if run.session == session]
     without = {r.round: r.measured for r in shown if r.kind == "none" and r.measured}
     by_system: dict[str, list[Run]] = {}
@@ -383,7 +387,7 @@ def _cell_of(key: _Key, runs: Sequence[Run]) -> CellRows:
         missing=[row for row in rows if not row.runs],
         newest=shown[-1],
         left_out=len(runs) - len(shown),
-        rounds=len({run.round for run in shown if not run.absent}),
+        rounds=len(rounds[session]),
         step_s=estimate(steps) if steps else None,
     )
 

@@ -54,7 +54,7 @@ class Killer:
         persister = slot.persister.pid
         if slot.owner.pid != pid or self.trainer or persister in self.persisters:
             return
-        if not _is_stopped(persister):
+        if not is_stopped(persister):
             return
         if not self.persisters:
             self.persisters.append(persister)
@@ -66,7 +66,8 @@ class Killer:
             os.kill(persister, signal.SIGKILL)
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP stopped a process and nothing has let it go on."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -28,6 +28,7 @@ from asymcheck_lab.compare_stats import (
     number_text,
 )
 from asymcheck_lab.errors import DataError, LabError
+from asymcheck_lab.page_chaos import tried_failures
 from asymcheck_lab.page_plots import (
     Look,
     Ranges,
@@ -87,7 +88,8 @@ def write_page(results: Sequence[Path], out: Path, *, all_machines: bool = False
         for path in _write_pictures(its, looks, out, "" if len(shown) == 1 else f"-{number}")
     ]
     page = out / PAGE
-    _replace(page, render(runs, shown, looks, [path.name for path in pictures]))
+    names = [path.name for path in pictures]
+    _replace(page, render(runs, shown, looks, names, tried_failures(results)))
     return [page, *pictures]
 
 
@@ -123,6 +125,7 @@ def render(
     shown: Sequence[tuple[Machine, Sequence[CellRows]]],
     looks: Mapping[str, Look],
     pictures: Sequence[str],
+    failures: Mapping[str, Any] | None = None,
 ) -> str:
     """The page as text.
 
@@ -131,6 +134,7 @@ def render(
         shown: The cells, by machine.
         looks: Of every system.
         pictures: Names of files beside the page.
+        failures: What ``tried_failures`` gives.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -174,6 +178,7 @@ def render(
         looks=_systems_of(cells, signs),
         sessions=_sessions_of(runs, cells),
         pictures=pictures,
+        failures=failures,
         style=Markup(_own_text("page.css")),
         script=Markup(script),
         script_hash=Markup("sha256-" + base64.b64encode(digest).decode()),
@@ -288,7 +293,7 @@ def _about(cell: CellRows) -> str:
     if widest is not None and not can_tell_apart(widest.count):
         parts.append(f"{count_text(widest.count, 'round')} cannot tell systems apart.")
     if cell.left_out:
-        parts.append(f"{count_text(cell.left_out, 'record')} of older sessions left out.")
+        parts.append(f"{count_text(cell.left_out, 'record')} of other sessions left out.")
     return " ".join(parts)
 
 

@@ -53,16 +53,12 @@ class TestThrottledToMuch(StoreSuite):
         return ThrottledStore(LocalStore(folder / "inner"), Speed(1e12, 1e-6, 1e12))
 
 
-@pytest.fixture(scope="module")
-def agents() -> Iterator[Agents]:
-    with Agents(3) as started:
-        yield started
-
-
 class TestPeers(StoreSuite):
-    @pytest.fixture(autouse=True)
-    def _on_agents(self, agents: Agents) -> None:
-        self.agents = agents
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _agents(cls) -> Iterator[None]:
+        with Agents(3) as cls.agents:
+            yield
 
     def new_store(self, folder: Path) -> Store:
         where = self.agents.url(f"suite/{uuid.uuid4().hex}").removeprefix("peers://")

@@ -416,6 +416,41 @@ def test_a_persister_whose_trainer_was_killed_needs_no_next_start(matrix: Matrix
     matrix.next_start(2)
 
 
+def test_a_trainer_that_dies_with_reports_unread_takes_no_persister_with_it(
+    matrix: Matrix,
+) -> None:
+    """Of a ring nobody else can write what is sealed: its memory was given back in parts."""
+    fault = "op=write&name=step-0000000[23]*.pack&when=mid&times=2&do=stop"
+
+    def train_on(say: Say) -> None:
+        job = Job(f"faulty+file://{matrix.root}?{fault}", strategy="datastates")
+        say(job.persister.pid)
+        for step in (1, 2, 3):
+            job.update()
+            say([step, job.digest()])
+            job.checkpointer.save(step)
+        job.checkpointer.fence()
+        say("sealed")
+        time.sleep(WAIT_S)
+
+    child = Child(train_on)
+    matrix.persisters.append(child.hear())
+    for _ in range(3):
+        step, digest = child.hear()
+        matrix.digests[step] = digest
+    assert child.hear() == "sealed"
+    persister = matrix.persister
+    until(lambda: is_stopped(persister), "the persister is at step 2")
+    os.kill(child.pid, signal.SIGSTOP)  # it reads no report any more
+    os.kill(persister, signal.SIGCONT)
+    until(lambda: not is_stopped(persister), "it goes on")
+    until(lambda: is_stopped(persister), "the persister is at step 3, and has told of step 2")
+    child.kill()
+    assert child.wait().was_killed
+    os.kill(persister, signal.SIGCONT)
+    matrix.next_start(3)
+
+
 def test_two_next_starts_at_once_lose_nothing_between_them(matrix: Matrix) -> None:
     """A scheduler starts the job twice: one of them wins, and the sealed step is not lost."""
     child = matrix.start(_nowhere, f"{PERSISTER_POINTS['flush, mid pack']}&do=stop")

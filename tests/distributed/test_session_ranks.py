@@ -26,10 +26,12 @@ from asymcheck.errors import (
     OptionError,
     RankFailed,
     StateError,
+    StoreError,
 )
 from asymcheck.planning.policy import Admission
 from asymcheck.planning.strategies import Strategy
 from asymcheck.storage.local import LocalStore
+from asymcheck.storage.local_reading import OpenFile
 from asymcheck.storage.repository import open_repository
 from asymcheck.storage.store import open_store
 from asymcheck.testing.ranks import check_all, run_ranks
@@ -204,6 +206,33 @@ def test_ranks_and_ways_to_train_follow_each_other(tmp_path: Path) -> None:
 
 
 # --- decisions ------------------------------------------------------------------
+
+
+def test_only_what_no_other_rank_reads_goes_past_the_page_cache(tmp_path: Path) -> None:
+    def work(rank: int, say: Any) -> None:
+        read: list[int] = []
+        real = OpenFile.read_once
+
+        def watched(self: OpenFile, offset: int, into: memoryview) -> None:
+            read.append(offset)
+            real(self, offset, into)
+
+        OpenFile.read_once = watched  # type: ignore[method-assign]  in a process of its own
+        for how in ("ddp", "fsdp2"):
+            job = Job(tmp_path / how, how)
+            job.restore()
+            job.update()
+            job.checkpointer.save(1)
+            job.checkpointer.close()
+            read.clear()
+            again = Job(tmp_path / how, how, read_only=True)
+            again.restore()
+            say([how, bool(read), digest(*again.model.parameters())])
+            assert digest(*again.model.parameters()) == digest(*job.model.parameters())
+            again.checkpointer.close()
+
+    told = check_all(run_ranks(2, work))
+    assert [said[:2] for rank in told for said in rank] == [["ddp", False], ["fsdp2", True]] * 2
 
 
 def test_a_cadence_of_time_saves_the_same_steps_on_all_ranks(tmp_path: Path) -> None:
@@ -504,6 +533,39 @@ def test_a_second_job_on_the_root_stops_all_ranks_of_the_first(tmp_path: Path) -
     assert first[0] == second[0]
     for _, kind, text in (first, second):
         assert kind == "SupersededWriter" or "SupersededWriter" in text
+
+
+def test_a_claim_of_rank_0_that_failed_after_it_was_recorded_stops_no_rank(tmp_path: Path) -> None:
+    create = LocalStore.create
+
+    def create_and_fail(store: LocalStore, name: str, data: Any) -> bool:
+        create(store, name, data)
+        raise StoreError("the answer was lost", retryable=True)
+
+    def work(rank, say):
+        job = Job(tmp_path / "root")
+        job.restore()
+        job.update()
+        job.checkpointer.save(5)
+        LocalStore.create = create_and_fail  # type: ignore[method-assign]  a process of its own
+        for _ in range(2):
+            failure = raised_by(lambda: job.checkpointer.save(5))
+            say([type(failure).__name__, str(failure)])
+        LocalStore.create = create  # type: ignore[method-assign]
+        for step in (6, 7):
+            job.update()
+            job.checkpointer.save(step)
+            job.checkpointer.wait()
+        say(job.checkpointer.steps()[-2:])
+        end(job)
+
+    first, second = check_all(run_ranks(2, work))
+    assert first[-1] == second[-1] == [6, 7]
+    assert [kind for kind, _ in first[:-1]] == ["StoreError"] * 2
+    for kind, text in second[:-1]:
+        assert kind == "RankFailed"
+        assert "rank 0 failed: StoreError" in text
+        assert "the answer was lost" in text
 
 
 def test_a_strategy_that_keeps_checkpoints_in_memory_is_refused(tmp_path: Path) -> None:

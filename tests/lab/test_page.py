@@ -201,7 +201,19 @@ def test_only_the_newest_session_of_a_cell_is_shown_and_the_page_says_what_is_no
         record["session"] = "2026-11-01T00:00:00+00:00"
     page, *_ = write_page([results(tmp_path, old + new)], tmp_path)
     assert cell_of(tmp_path, old + new).left_out == 10
-    assert "10 records of older sessions left out" in read(page).text
+    assert "10 records of other sessions left out" in read(page).text
+
+
+def test_a_newer_session_of_too_few_rounds_does_not_hide_one_that_tells_systems_apart(
+    tmp_path: Path, bench_record: Record
+) -> None:
+    old = rounds(bench_record, asymcheck={}, rival={})
+    for record in old:
+        record["session"] = "2026-11-01T00:00:00+00:00"
+    new = [record for record in rounds(bench_record, asymcheck={}) if record["round"] == 1]
+    cell = cell_of(tmp_path, old + new)
+    assert (cell.rounds, cell.left_out) == (5, len(new))
+    assert row_of(cell, "rival").runs
 
 
 # --- comparing --------------------------------------------------------------
@@ -504,3 +516,37 @@ def test_no_text_of_a_record_becomes_part_of_the_page_s_structure(
     assert "49" not in found.text or "49" in expected.text
     shown = text.replace("\ud800", "\ufffd").replace("\x00", "\ufffd").replace("\x1b", "\ufffd")
     assert " ".join(shown.split()) in found.text
+
+
+# --- tried failures ----------------------------------------------------------
+
+
+def test_failures_that_were_tried_stand_on_the_page(tmp_path: Path, bench_record: Record) -> None:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    results(folder, rounds(bench_record, asymcheck={}))
+    write_page([folder], tmp_path / "without")
+    assert "Tried failures" not in (tmp_path / "without" / "index.html").read_text()
+    tried = {
+        "schema": 1,
+        "session": "2026-01-01T00:00:00+00:00",
+        "machine": {},
+        "commit": "0" * 40,
+        "command": "asymlab chaos",
+        "fault": "bit rot",
+        "strategy": "naive",
+        "moment": "commit",
+        "training": "<killed>",
+        "tier": "root",
+        "steps_lost": 2,
+        "seconds": 0.5,
+        "exact": "bit for bit",
+        "problems": [],
+        "note": "",
+    }
+    results(folder, [tried], "chaos.jsonl")
+    write_page([folder], tmp_path / "with")
+    reader = _Reader()
+    reader.feed((tmp_path / "with" / "index.html").read_text())
+    assert "1 case: no promise was broken" in reader.text
+    assert "bit rot in commit 1 <killed> root 2 0.50, at most 0.50 bit for bit" in reader.text

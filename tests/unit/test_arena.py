@@ -179,6 +179,21 @@ def test_a_slot_is_made_once_and_used_again(run: str) -> None:
     arena.close()
 
 
+def test_every_slot_shows_the_step_that_training_is_at(run: str) -> None:
+    arena = _arena(run, 2)
+    slots = [arena.reserve(SMALL, SMALL) for _ in range(2)]
+    arena.beat(7)
+    for path in slots_of(SHARED_MEMORY, run):
+        seen = Slot.open(path)
+        assert seen.beat == 7
+        seen.close(unlink=False)
+    for slot in slots:
+        assert slot is not None
+        arena.free(slot)
+    arena.close()
+    arena.beat(8)  # nobody is left to be told
+
+
 def test_a_slot_is_used_again_though_the_state_grew_a_little(run: str) -> None:
     """The description holds times and metrics: it is never twice of one length."""
     arena = _arena(run)

@@ -36,7 +36,6 @@ from asymcheck.storage.local import LocalStore
 from asymcheck.storage.manifest import Base, make_manifest, parse_manifest
 from asymcheck.storage.memory import MemoryStore
 from asymcheck.storage.names import index_name, manifest_name, pack_name
-from asymcheck.storage.reader import open_checkpoint
 from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.sealed import digest
 from asymcheck.storage.store import Entry, read_all
@@ -541,7 +540,7 @@ def test_a_delta_that_is_open_keeps_what_it_stands_on(
     repository: Repository, store: MemoryStore
 ) -> None:
     star(repository, TWO)
-    with open_checkpoint(store, TWO) as opened:
+    with create_repository(store).open(TWO) as opened:
         commit(repository, THREE, values(3))
         repository.retain(THREE, Retention(keep_last=1))
         repository.finish()

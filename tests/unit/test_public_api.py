@@ -22,9 +22,10 @@ SURFACE = {
     "StoreError",
     "Strategy",
     "SupersededWriter",
+    "Tier",
     "strategies",
 }
-METHODS = {"restore", "steps", "step", "save", "fence", "update", "wait", "close"}
+METHODS = {"restore", "steps", "step", "save", "fence", "update", "wait", "tier_states", "close"}
 OPTIONS = {
     "state",
     "strategy",
@@ -42,6 +43,7 @@ OPTIONS = {
     "sink",
     "fidelity",
     "trace",
+    "tiers",
 }
 
 

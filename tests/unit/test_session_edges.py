@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, Literal
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import asymcheck
 from asymcheck import recovery
 from asymcheck.errors import CaptureError, StoreError, SupersededWriter
+from asymcheck.persister import PersistProcess
 from asymcheck.storage.local import LocalStore
 from asymcheck.storage.memory import MemoryStore
 from asymcheck.storage.repository import open_repository
@@ -24,7 +26,7 @@ def test_after_an_interrupted_restore_nothing_is_saved_until_the_state_is_whole(
         checkpointer.save(1)
         checkpointer.wait()
 
-        def interrupted(*arguments: object) -> None:
+        def interrupted(*arguments: object, **options: object) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
@@ -88,3 +90,24 @@ def test_a_claim_that_failed_after_it_was_recorded_does_not_stop_its_own_writer(
         open_repository(checkpointer._store).claim(None)
         with pytest.raises(SupersededWriter):
             checkpointer.save(8)
+
+
+@pytest.mark.parametrize("strategy", ["asymcheck", "naive"])
+def test_a_persister_that_may_encode_loads_what_that_needs_before_the_first_save(
+    tmp_path: Path, strategy: str
+) -> None:
+    state = {"m": torch.nn.Linear(4, 4)}
+    with asymcheck.Checkpointer(
+        tmp_path, state=state, strategy=strategy, persist="process"
+    ) as checkpointer:
+        checkpointer.restore()
+        persister = checkpointer._capturing()._persister
+        assert isinstance(persister, PersistProcess)
+        maps = Path(f"/proc/{persister.pid}/maps")
+        until_s = monotonic() + 60
+        while strategy == "asymcheck" and "blosc2" not in maps.read_text():
+            assert monotonic() < until_s, "it was never loaded"
+            sleep(0.02)
+        checkpointer.save(1)
+        checkpointer.wait()
+        assert ("blosc2" in maps.read_text()) == (strategy == "asymcheck")

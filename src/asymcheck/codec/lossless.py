@@ -53,6 +53,11 @@ def _library() -> ModuleType:
     return blosc2
 
 
+def load_library() -> None:
+    """Import what encoding needs now, so that the first chunk does not wait for it."""
+    _library()
+
+
 @functools.cache
 def _parameters(setting: Setting, width: int) -> dict[str, Any]:
     """All of them, since the defaults of blosc2 can be changed by anyone in the process."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asymcheck.device.tensors import new_tensor
 from asymcheck.errors import StateError
 from asymcheck.planning.pieces import Piece
 
@@ -168,9 +169,9 @@ def _copies(
 def like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A DTensor over new memory that is sharded as another; its values are not defined."""
     found: Any = tensor
-    kind = type(found)
+    kind, mine = type(found), local(tensor)
     made: torch.Tensor = kind.from_local(
-        torch.empty_like(local(tensor), dtype=dtype, memory_format=torch.contiguous_format),
+        new_tensor(dtype, mine.shape, (), mine.device),
         found.device_mesh,
         found.placements,
         run_check=False,

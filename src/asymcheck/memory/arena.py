@@ -126,7 +126,7 @@ class Arena:
         self._told_of_no_name = False
         self._count = slots
         self._free: list[Slot | None] = [None] * slots
-        self._tokens: set[int] = set()
+        self._slots: dict[int, Slot] = {}
         self._closed = False
         self.before_removal: Callable[[Slot], None] = lambda slot: None
         self._changed = threading.Condition()
@@ -134,7 +134,7 @@ class Arena:
     def tokens(self) -> list[int]:
         """Tokens of the slots that exist."""
         with self._changed:
-            return sorted(self._tokens)
+            return sorted(self._slots)
 
     def reserve(
         self, capacity_bytes: int, meta_bytes: int, timeout_s: float | None = None
@@ -198,6 +198,12 @@ class Arena:
         slot.empty()
         self._put_back(slot)
 
+    def beat(self, step: int) -> None:
+        """Show everyone who can see the slots that training is at ``step``."""
+        with self._changed:
+            for slot in () if self._closed else self._slots.values():
+                slot.beat = step
+
     def give_up_after(self, timeout_s: float) -> None:
         """From then on no copy waits for room in the ring any more."""
         if self.ring is not None:
@@ -217,13 +223,13 @@ class Arena:
             if self._closed and slot is not None:
                 self._remove(slot)
             else:
-                self._count = max(self._count, len(self._tokens))
+                self._count = max(self._count, len(self._slots))
                 self._free.append(slot)
                 self._changed.notify()
 
     def _remove(self, slot: Slot) -> None:
         with self._changed:
-            self._tokens.discard(slot.token)
+            self._slots.pop(slot.token, None)
         if self.ring is not None:
             self.ring.slots.remove(slot)
         self.before_removal(slot)
@@ -232,7 +238,7 @@ class Arena:
     def _give_up_places(self, capacity_bytes: int) -> None:
         """Do with the slots that exist; where there is none, with none."""
         with self._changed:
-            asked, self._count = self._count, len(self._tokens)
+            asked, self._count = self._count, len(self._slots)
             self._free = [slot for slot in self._free if slot is not None]
         self._warn(
             f"{capacity_bytes} bytes of shared memory are not there: "
@@ -286,7 +292,7 @@ class Arena:
                 ) from failure
             slot.token = token
             with self._changed:
-                self._tokens.add(token)
+                self._slots[token] = slot
                 if self.ring is not None:
                     slot.ring = self.ring
                     self.ring.slots.append(slot)

@@ -97,6 +97,7 @@ class _Word(IntEnum):
     SPARSE = 13
     TORN = 14
     RELEASED = 15
+    BEAT = 16
 
 
 _ROOT_AT = 1024  # from here on the header page holds the root's URL
@@ -249,6 +250,17 @@ class Slot:
     def persister(self, process: ProcessId) -> None:
         self._words[_Word.PERSISTER_PID] = process.pid
         self._words[_Word.PERSISTER_START] = process.start
+
+    @property
+    def beat(self) -> int:
+        """Step that the trainer was at when it last told; 0 before. Goes on while nothing is
+        saved, so whoever looks from outside sees that it lives.
+        """
+        return self._words[_Word.BEAT]
+
+    @beat.setter
+    def beat(self, step: int) -> None:
+        self._words[_Word.BEAT] = step
 
     @property
     def root(self) -> str:

@@ -15,8 +15,15 @@ from asymcheck.errors import (
 )
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.selection import MAX_BASES
-from asymcheck.storage.manifest import Base, Manifest, parse_manifest, unfit_as_base
-from asymcheck.storage.names import manifest_name, parse_name, step_folder
+from asymcheck.storage.copies import Copies
+from asymcheck.storage.manifest import (
+    Base,
+    Manifest,
+    parse_manifest,
+    read_manifest,
+    unfit_as_base,
+)
+from asymcheck.storage.names import manifest_name, parse_name, parse_suspect_name, step_folder
 from asymcheck.storage.store import Store, read_all
 
 _LOOKS = 100  # a bound; each look again means that a writer did something meanwhile
@@ -51,13 +58,15 @@ class Listing:
         committed: Existing checkpoints of this run.
         damaged: Manifests of this run (or of none that can be told) that name no existing one.
         foreign: Manifests of other runs: never counted, never removed.
-        leftovers: Objects of this format that no manifest names.
+        leftovers: Objects of this format that no manifest names; marks of what exists no more.
+        suspects: Existing checkpoints that are marked suspect: never chosen unasked.
     """
 
     committed: Mapping[CheckpointId, Manifest]
     damaged: Sequence[Damage]
     foreign: Sequence[CheckpointId]
     leftovers: Sequence[tuple[CheckpointId, str]]
+    suspects: frozenset[CheckpointId] = frozenset()
 
     def spare_bases(self, gone: Sequence[CheckpointId]) -> list[CheckpointId]:
         """``gone`` without what a committed checkpoint that stays stands on."""
@@ -80,11 +89,17 @@ def same_checkpoint(name: str, at: CheckpointId) -> bool:
     return parsed is not None and parsed.at == at
 
 
-def wrong_length(manifest: Manifest, sizes: Mapping[str, int]) -> Damage | None:
-    """What speaks against a checkpoint: an object that is missing or of another length."""
+def wrong_length(manifest: Manifest, *sizes: Mapping[str, int]) -> Damage | None:
+    """What speaks against a checkpoint: an object that is missing or of another length.
+
+    Args:
+        manifest: Its manifest.
+        sizes: What lies in each place where a copy of an object may be.
+    """
     for stored in manifest.objects:
-        found = sizes.get(stored.name)
-        if found != stored.nbytes:
+        there = [size[stored.name] for size in sizes if stored.name in size]
+        if stored.nbytes not in there:
+            found = there[0] if there else None
             state = "is missing" if found is None else f"has {found} bytes"
             why = f"{stored.name} {state}, the manifest says {stored.nbytes} bytes"
             return Damage(manifest.at, stored.name, why)
@@ -178,40 +193,54 @@ def _read_base(store: Store, at: CheckpointId) -> Manifest:
 # --- looking ----------------------------------------------------------------
 
 
-def survey(store: Store, run: str) -> Listing:
-    """List the store and read every manifest; blocks.
+def survey(copies: Copies, run: str, known: dict[str, Manifest] | None = None) -> Listing:
+    """List every place and read every manifest, of its copies the nearest that is whole; blocks.
+
+    What several places have together is there: of a checkpoint each object has to lie somewhere.
 
     A listing is no snapshot: beside a writer that commits and removes it may show nothing
     at all. So it is made again when something on it was gone, or when it showed nothing
     and an earlier one was different.
 
+    Args:
+        copies: Where.
+        run: Whose checkpoints count.
+        known: Manifests by name that were read before, which never change; those that are read
+            now are added.
+
     Raises:
         StoreError: The medium failed. One manifest that cannot be read, and will not be
             at another try either, is damage.
     """
-    before: dict[str, int] | None = None
+    before: list[dict[str, int]] | None = None
     for _ in range(_LOOKS):
-        sizes = {e.name: e.nbytes for e in store.list()}
-        listing, settled = _read_manifests(store, run, sizes)
+        sizes = copies.sizes()
+        listing, settled = _read_manifests(copies, run, sizes, known)
         if settled and (listing.committed or sizes == before):
             break
         before = sizes
     return listing
 
 
-def _read_manifests(store: Store, run: str, sizes: Mapping[str, int]) -> tuple[Listing, bool]:
+def _read_manifests(
+    copies: Copies,
+    run: str,
+    sizes: Sequence[Mapping[str, int]],
+    known: dict[str, Manifest] | None,
+) -> tuple[Listing, bool]:
     """What the objects of those names and sizes are, and whether all were still there."""
+    names = list(dict.fromkeys(name for size in sizes for name in size))
     settled = True
     committed: dict[CheckpointId, Manifest] = {}
     damaged: list[Damage] = []
     foreign: list[CheckpointId] = []
     named: set[str] = set()
-    for name in sizes:
+    for name in names:
         parsed = parse_name(name)
         if parsed is None or parsed.kind != "manifest":
             continue
         try:
-            manifest = parse_manifest(read_all(store, name), name)
+            manifest = _read_manifest(copies, name, known)
         except ObjectNotFound:
             settled = False
             continue
@@ -220,20 +249,20 @@ def _read_manifests(store: Store, run: str, sizes: Mapping[str, int]) -> tuple[L
                 raise
             newer = isinstance(failure, IncompatibleCheckpoint)
             damaged.append(Damage(parsed.at, name, str(failure), newer=newer))
-            named.update(n for n in sizes if same_checkpoint(n, parsed.at))
+            named.update(n for n in names if same_checkpoint(n, parsed.at))
             continue
         named.update((name, *(o.name for o in manifest.objects)))
         if manifest.run != run:
             foreign.append(manifest.at)
             continue
-        problem = wrong_length(manifest, sizes)
+        problem = wrong_length(manifest, *sizes)
         if problem is not None:
             # The listing may have raced with a commit or a removal: look at it alone.
-            now = sizes_at(store, manifest.at)
-            if name not in now:
+            now = copies.sizes(step_folder(manifest.at.step))
+            if not any(name in size for size in now):
                 settled = False
                 continue
-            problem = wrong_length(manifest, now)
+            problem = wrong_length(manifest, *now)
         if problem is None:
             committed[manifest.at] = manifest
         else:
@@ -244,29 +273,44 @@ def _read_manifests(store: Store, run: str, sizes: Mapping[str, int]) -> tuple[L
         if problem is None or manifest.base is None:
             continue
         del committed[at]
-        if manifest_name(manifest.base.at) not in sizes and _has_changed(store, manifest):
+        if manifest_name(manifest.base.at) not in names and _has_changed(copies, manifest):
             settled = False
             continue
         damaged.append(problem)
     leftovers = [
         (parsed.at, name)
-        for name in sizes
+        for name in names
         if name not in named and (parsed := parse_name(name)) is not None
     ]
+    # The name of a mark says all that counts: one that cannot be read is one all the same.
+    marks = [(of, name) for name in names if (of := parse_suspect_name(name)) is not None]
+    leftovers += [(of, name) for of, name in marks if manifest_name(of) not in names]
     listing = Listing(
         {at: committed[at] for at in sorted(committed)},
         sorted(damaged, key=lambda d: d.at),
         sorted(foreign),
         sorted(leftovers),
+        frozenset(of for of, _ in marks if of in committed),
     )
     return listing, settled
 
 
-def _has_changed(store: Store, delta: Manifest) -> bool:
+def _read_manifest(copies: Copies, name: str, known: dict[str, Manifest] | None) -> Manifest:
+    found = None if known is None else known.get(name)
+    if found is None:
+        found = read_manifest(copies, name)
+        if known is not None:
+            known[name] = found
+    return found
+
+
+def _has_changed(copies: Copies, delta: Manifest) -> bool:
     """Whether a base that was not listed is there now, or its delta is no more."""
-    return not is_there(store, delta.at) or (
-        delta.base is not None and is_there(store, delta.base.at)
-    )
+
+    def there(at: CheckpointId) -> bool:
+        return any(manifest_name(at) in size for size in copies.sizes(step_folder(at.step)))
+
+    return not there(delta.at) or (delta.base is not None and there(delta.base.at))
 
 
 def is_there(store: Store, at: CheckpointId) -> bool:

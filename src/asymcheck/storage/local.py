@@ -8,7 +8,6 @@ import fcntl
 import os
 import re
 import shutil
-import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -19,14 +18,13 @@ from urllib.parse import quote
 
 from asymcheck.errors import ObjectNotFound, OptionError, StoreError
 from asymcheck.planning.layout import PAGE_BYTES
+from asymcheck.storage.local_reading import OpenFile, store_error
 from asymcheck.storage.store import Buffer, Capabilities, Entry, Readable, check_name
 
 TEMP_FOLDER = ".tmp"
 """No object name starts with a dot, so no object can lie there."""
 TEMP_NAME = re.compile(r"[0-9a-f]{32}")
-_AT_ONCE_BYTES = 1 << 20
 _RETRY_S = (0.0, 0.01, 0.05, 0.2, 0.5)
-_TRANSIENT = {errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 T = TypeVar("T")
@@ -99,37 +97,6 @@ class Files:
             os.close(fd)
 
 
-class _OpenFile:
-    def __init__(self, path: Path, fd: int) -> None:
-        self._path = path
-        self._fd = fd
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise FileNotFoundError(errno.ENOENT, "not a file")
-        self.nbytes = found.st_size
-
-    def readinto(self, offset: int, into: memoryview) -> None:
-        """See ``Readable``."""
-        into = into.cast("B")
-        if len(into) >= _AT_ONCE_BYTES and hasattr(os, "posix_fadvise"):
-            # Else the kernel fetches it in small steps, each when the one before was read.
-            with suppress(OSError):
-                os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_WILLNEED)
-        done = 0
-        while done < len(into):
-            try:
-                got = os.preadv(self._fd, [into[done:]], offset + done)
-            except OSError as failure:
-                raise _store_error("read", self._path, failure) from failure
-            if got == 0:
-                raise StoreError(
-                    f"read {self._path}: ended at byte {offset + done}, expected "
-                    f"{len(into)} bytes from {offset}",
-                    retryable=False,
-                )
-            done += got
-
-
 class LocalStore:
     """Objects as files below ``root``.
 
@@ -198,13 +165,14 @@ class LocalStore:
                 # Without O_NONBLOCK a named pipe in the place of an object would block for ever.
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 stack.callback(os.close, fd)
-                opened = _OpenFile(path, fd)
+                opened = OpenFile(path, fd)
+                stack.callback(opened.close)
             except NotADirectoryError as failure:
                 if not self.root.is_dir():
-                    raise _store_error("open", path, failure) from failure
+                    raise store_error("open", path, failure) from failure
                 raise ObjectNotFound(f"open {path}: not found") from None
             except OSError as failure:
-                raise _store_error("open", path, failure) from failure
+                raise store_error("open", path, failure) from failure
             yield opened
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
@@ -213,7 +181,7 @@ class LocalStore:
         try:
             yield from self._walk(top, f"{prefix}/" if prefix else "")
         except OSError as failure:
-            raise _store_error("list", top, failure) from failure
+            raise store_error("list", top, failure) from failure
 
     def delete(self, name: str) -> None:
         """See ``Store``."""
@@ -434,26 +402,7 @@ def _guard(action: str, path: Path, work: Callable[[], T]) -> T:
     except FileExistsError:
         raise StoreError(f"{action} {path}: something is in the way", retryable=False) from None
     except OSError as failure:
-        raise _store_error(action, path, failure) from failure
-
-
-def _store_error(action: str, path: Path, failure: OSError) -> StoreError:
-    if isinstance(failure, FileNotFoundError) and action == "open":
-        return ObjectNotFound(f"{action} {path}: not found")
-    hints = {
-        errno.ENOENT: "was the root moved, or a newer job started on it?",
-        errno.ENOSPC: "the disk is full: free some space or lower keep_last; "
-        "the next save works once there is room",
-        errno.EDQUOT: "the quota is used up: free some space or lower keep_last",
-        errno.EACCES: "no permission: check the owner and mode of the directory",
-        errno.EROFS: "the file system is read-only: choose another directory",
-        errno.ENOTDIR: "a file is where a directory should be: move it or choose another root",
-    }
-    hint = hints.get(failure.errno or 0, "")
-    return StoreError(
-        f"{action} {path}: {failure.strerror or failure}" + (f"; {hint}" if hint else ""),
-        retryable=failure.errno in _TRANSIENT | {errno.ENOSPC, errno.EDQUOT},
-    )
+        raise store_error(action, path, failure) from failure
 
 
 def open_local(target: str, options: dict[str, str]) -> LocalStore:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from asymcheck.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from asymcheck.planning.retention import CheckpointId
+from asymcheck.storage.copies import Copies
 from asymcheck.storage.index import (
     CHAINED,
     Index,
@@ -213,6 +214,11 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         fidelity=fidelity,
         of_ranks=of_ranks,
     )
+
+
+def read_manifest(copies: Copies, name: str) -> Manifest:
+    """The manifest of that name; blocks. Raises like ``Copies.read`` and ``parse_manifest``."""
+    return copies.read(name, MAX_SEALED_BYTES, lambda data: parse_manifest(data, name))
 
 
 def unfit_as_base(base: Manifest, fidelity: str) -> str | None:

@@ -10,6 +10,7 @@ from asymcheck.planning.retention import CheckpointId
 FORMAT_NAME = "FORMAT"
 RUN_NAME = "RUN.json"
 ATTEMPTS_FOLDER = "attempts"
+SUSPECTS_FOLDER = "suspect"
 MAX_RANK = 9999
 MAX_ATTEMPT = 999_999_999
 MAX_STEP = 1 << 53
@@ -17,6 +18,9 @@ MAX_STEP = 1 << 53
 # Padded to the least width and not further: one identity has one name.
 _STEP_FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,15})\Z")
 _ATTEMPT = re.compile(rf"{ATTEMPTS_FOLDER}/([0-9]{{6}}|[1-9][0-9]{{6,8}})\Z")
+_SUSPECT = re.compile(
+    rf"{SUSPECTS_FOLDER}/a([0-9]{{6}}|[1-9][0-9]{{6,8}})-s([0-9]{{8}}|[1-9][0-9]{{8,15}})\.json\Z"
+)
 _FILE = re.compile(
     r"a([0-9]{6}|[1-9][0-9]{6,8})-(?:(?P<manifest>MANIFEST\.json)"
     r"|r(?P<rank>[0-9]{4})(?:-(?P<pack>[0-9]{4,6})\.pack|(?P<index>\.json)))\Z"
@@ -52,6 +56,17 @@ def parse_attempt_name(name: str) -> int | None:
     """The attempt whose record ``name`` is, ``None`` where it is none."""
     found = _ATTEMPT.match(name)
     return int(found[1]) if found else None
+
+
+def suspect_name(at: CheckpointId) -> str:
+    """Object name of the mark that says that a checkpoint is suspect."""
+    return f"{SUSPECTS_FOLDER}/a{at.attempt:06d}-s{at.step:08d}.json"
+
+
+def parse_suspect_name(name: str) -> CheckpointId | None:
+    """The checkpoint that ``name`` marks, ``None`` where it is no mark."""
+    found = _SUSPECT.match(name)
+    return CheckpointId(int(found[1]), int(found[2])) if found else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,19 @@ from asymcheck.errors import CorruptCheckpoint, NoCheckpoint, ObjectNotFound
 from asymcheck.planning.layout import PAGE_BYTES, align_up
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.selection import MAX_BASES
+from asymcheck.storage.copies import Copies, OpenCopies
 from asymcheck.storage.index import Chunk, Index, Leaf, StoredObject, parse_index
-from asymcheck.storage.manifest import RANKS, Manifest, parse_manifest, standing_of, unfit_as_base
+from asymcheck.storage.manifest import (
+    RANKS,
+    Manifest,
+    parse_manifest,
+    read_manifest,
+    standing_of,
+    unfit_as_base,
+)
 from asymcheck.storage.names import index_name, manifest_name, step_folder
-from asymcheck.storage.sealed import digest, short
-from asymcheck.storage.store import Readable, Store, read_all
+from asymcheck.storage.sealed import MAX_SEALED_BYTES, digest, short
+from asymcheck.storage.store import Readable, ReadsOnce
 
 _SPOKEN_KEYS = 8
 
@@ -31,44 +39,65 @@ class OpenCheckpoint:
 
     manifest: Manifest
     indexes: tuple[Index, ...]
-    _packs: Mapping[str, Readable] = field(repr=False)
+    _packs: Mapping[str, OpenCopies] = field(repr=False)
     base: OpenCheckpoint | None = None
 
-    def read(self, index: Index, chunk: Chunk, into: memoryview) -> None:
-        """Fill ``into`` with the stored bytes of a chunk and check them; blocks.
+    def read(self, index: Index, chunk: Chunk, into: memoryview, *, once: bool = False) -> None:
+        """Fill ``into`` with the stored bytes of a chunk and check them; blocks. Of several
+        copies the nearest counts that is whole.
 
         Args:
             index: The rank's index that lists the chunk.
             chunk: The chunk.
             into: Exactly ``chunk.stored_bytes`` long; on an error its content is undefined.
+            once: Whether nobody else on this host reads them soon: then they need not stay in
+                its page cache.
 
         Raises:
             CorruptCheckpoint: The bytes are not those that were committed.
             StoreError: The medium failed.
         """
-        pack = index.packs[chunk.pack]
-        opened = self._packs[pack.name]
+        self._packs[index.packs[chunk.pack].name].read(
+            chunk.offset,
+            len(into),
+            lambda opened: read_chunk(opened, index, chunk, into, once=once),
+        )
+
+
+def read_chunk(
+    opened: Readable, index: Index, chunk: Chunk, into: memoryview, *, once: bool = False
+) -> None:
+    """Fill ``into`` with the stored bytes of a chunk out of one copy of its pack and check them.
+
+    Raises like ``OpenCheckpoint.read``; blocks.
+    """
+    pack = index.packs[chunk.pack]
+    if once and isinstance(opened, ReadsOnce):
+        opened.read_once(chunk.offset, into)
+    else:
         opened.readinto(chunk.offset, into)
-        found = digest(into)
-        where = f"{pack.name} at byte {chunk.offset}"
-        if found != chunk.hash:
-            raise CorruptCheckpoint(
-                where,
-                f"hash of {chunk.stored_bytes} bytes is {found}, expected {chunk.hash}; "
-                f"hit: {spoken(keys_of(index, chunk))}",
-            )
-        end = chunk.offset + chunk.stored_bytes
-        gap = bytearray(min(align_up(end, PAGE_BYTES), pack.nbytes) - end)
-        if gap:
-            opened.readinto(end, memoryview(gap))
-            if any(gap):
-                raise CorruptCheckpoint(where, f"the gap after byte {end} is not zero")
+    found = digest(into)
+    where = f"{pack.name} at byte {chunk.offset}"
+    if found != chunk.hash:
+        raise CorruptCheckpoint(
+            where,
+            f"hash of {chunk.stored_bytes} bytes is {found}, expected {chunk.hash}; "
+            f"hit: {spoken(keys_of(index, chunk))}",
+        )
+    end = chunk.offset + chunk.stored_bytes
+    gap = bytearray(min(align_up(end, PAGE_BYTES), pack.nbytes) - end)
+    if gap:
+        opened.readinto(end, memoryview(gap))
+        if any(gap):
+            raise CorruptCheckpoint(where, f"the gap after byte {end} is not zero")
 
 
 @contextmanager
-def open_checkpoint(store: Store, at: CheckpointId) -> Iterator[OpenCheckpoint]:
+def open_checkpoint(copies: Copies, at: CheckpointId) -> Iterator[OpenCheckpoint]:
     """Open every object of a checkpoint, and of each that it stands on; retention cannot pull it
     away any more on a medium whose open objects survive their deletion.
+
+    Of each object the nearest copy counts that is whole.
 
     Raises:
         NoCheckpoint: It does not exist (any more).
@@ -80,62 +109,65 @@ def open_checkpoint(store: Store, at: CheckpointId) -> Iterator[OpenCheckpoint]:
     name = manifest_name(at)
     try:
         with ExitStack() as stack:
-            opened = _opened(store, at, stack)
+            opened = _opened(copies, at, stack)
             # Still there: everything opened belongs to it. The base goes later than its deltas.
-            read_all(store, name)
+            read_manifest(copies, name)
             yield opened
     except ObjectNotFound as failure:
-        if any(e.name == name for e in store.list(step_folder(at.step))):
+        if any(name in size for size in copies.sizes(step_folder(at.step))):
             raise CorruptCheckpoint(name, f"what it names is missing: {failure}") from failure
         raise NoCheckpoint(
-            f"step {at.step} (attempt {at.attempt}) in {store.url} is not there: {failure}"
+            f"step {at.step} (attempt {at.attempt}) in {copies.spoken} is not there: {failure}"
         ) from failure
 
 
 def _opened(
-    store: Store, at: CheckpointId, stack: ExitStack, deltas: Sequence[Manifest] = ()
+    copies: Copies, at: CheckpointId, stack: ExitStack, deltas: Sequence[Manifest] = ()
 ) -> OpenCheckpoint:
     """Open it as what deltas stand on, the nearest last, or (none) for its own sake."""
     name = manifest_name(at)
-    manifest = parse_manifest(read_all(store, name), name)
-    if deltas:
-        named = deltas[-1].base
-        assert named is not None, "that is how it was found"
-        if manifest.hash != named.hash:
+
+    def checked(data: bytes) -> Manifest:
+        manifest = parse_manifest(data, name)
+        named = deltas[-1].base if deltas else None
+        if named is not None and manifest.hash != named.hash:
             raise CorruptCheckpoint(name, f"hash is {manifest.hash}, its delta says {named.hash}")
-        if (unfit := unfit_as_base(manifest, deltas[-1].fidelity)) is not None:
-            raise CorruptCheckpoint(name, f"it {unfit}")
+        return manifest
+
+    manifest = copies.read(name, MAX_SEALED_BYTES, checked)
+    if deltas and (unfit := unfit_as_base(manifest, deltas[-1].fidelity)) is not None:
+        raise CorruptCheckpoint(name, f"it {unfit}")
     base = None
     if manifest.base is not None:
         if len(deltas) == MAX_BASES:
             raise CorruptCheckpoint(name, f"more than {MAX_BASES} deltas stand on one another")
-        base = _opened_base(store, manifest.base.at, stack, (*deltas, manifest))
-    indexes = []
-    for stored, expected in manifest.indexes:
-        data = read_all(store, stored.name, stored.nbytes)
-        if digest(data) != expected:
-            raise CorruptCheckpoint(
-                stored.name, f"hash is {digest(data)}, the manifest says {expected}"
-            )
-        indexes.append(parse_index(data, stored.name))
+        base = _opened_base(copies, manifest.base.at, stack, (*deltas, manifest))
+    indexes = [
+        parse_index(read_same(copies, stored.name, expected, stored.nbytes), stored.name)
+        for stored, expected in manifest.indexes
+    ]
     check_indexes(manifest, indexes)
-    packs = {}
-    for pack in manifest.packs:
-        opened = stack.enter_context(store.open(pack.name))
-        if opened.nbytes != pack.nbytes:
-            raise CorruptCheckpoint(
-                pack.name, f"{opened.nbytes} bytes, the manifest says {pack.nbytes}"
-            )
-        packs[pack.name] = opened
+    packs = {pack.name: copies.open(stack, pack.name, pack.nbytes) for pack in manifest.packs}
     return OpenCheckpoint(manifest, tuple(indexes), packs, base)
 
 
+def read_same(copies: Copies, name: str, expected: str, at_most: int = MAX_SEALED_BYTES) -> bytes:
+    """The bytes of a sealed object that have that hash; blocks. Raises like ``Copies.read``."""
+
+    def checked(data: bytes) -> bytes:
+        if digest(data) != expected:
+            raise CorruptCheckpoint(name, f"hash is {digest(data)}, the manifest says {expected}")
+        return data
+
+    return copies.read(name, at_most, checked)
+
+
 def _opened_base(
-    store: Store, at: CheckpointId, stack: ExitStack, deltas: Sequence[Manifest]
+    copies: Copies, at: CheckpointId, stack: ExitStack, deltas: Sequence[Manifest]
 ) -> OpenCheckpoint:
     spoken_of = f"its base, step {at.step} (attempt {at.attempt}),"
     try:
-        return _opened(store, at, stack, deltas)
+        return _opened(copies, at, stack, deltas)
     except ObjectNotFound as failure:
         raise ObjectNotFound(f"{spoken_of} is gone: {failure}") from failure
     except CorruptCheckpoint as failure:

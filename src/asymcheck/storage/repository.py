@@ -13,21 +13,20 @@ import os
 import socket
 import threading
 import time
-import uuid
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from asymcheck.errors import (
     CorruptCheckpoint,
     NoCheckpoint,
     ObjectNotFound,
-    OptionError,
     RecoveryError,
     StoreError,
     SupersededWriter,
 )
 from asymcheck.planning.retention import (
     CheckpointId,
+    Parents,
     Retention,
     abandoned_by,
     lineage_of,
@@ -38,6 +37,8 @@ from asymcheck.storage.committing import (
     read_indexes,
     uncommitted,
 )
+from asymcheck.storage.copies import Place
+from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.index import Index, dump_index
 from asymcheck.storage.listing import (
     Listing,
@@ -45,129 +46,76 @@ from asymcheck.storage.listing import (
     is_there,
     same_checkpoint,
     sizes_at,
-    survey,
     wrong_length,
 )
 from asymcheck.storage.manifest import (
     EXACT,
-    FORMAT_LINE,
     Attempt,
     Base,
     Manifest,
-    check_format_line,
     dump_attempt,
     make_manifest,
-    parse_attempt,
     parse_manifest,
     standing_of,
 )
 from asymcheck.storage.names import (
     ATTEMPTS_FOLDER,
-    FORMAT_NAME,
     MAX_ATTEMPT,
-    RUN_NAME,
     attempt_name,
     index_name,
     manifest_name,
-    parse_attempt_name,
     parse_name,
     step_folder,
 )
-from asymcheck.storage.reader import OpenCheckpoint, open_checkpoint
-from asymcheck.storage.sealed import Fields, seal, unseal
+from asymcheck.storage.runs import make_run, read_run
 from asymcheck.storage.store import Store, delete_each, read_all, write_whole
 
 _log = logging.getLogger(__name__)
 
 _STARTS = 1000  # more jobs than will ever start at the same moment
-_RECORD_BYTES = 1 << 16  # more than any attempt record, RUN.json or FORMAT needs
 
 
-class Repository:
-    """The checkpoints under one root. Calls block; several threads may commit and retain.
+Hold = Callable[[Listing, Parents], Iterable[CheckpointId]]
+"""Which committed checkpoints must not go yet."""
+
+
+def nothing_held(listing: Listing, parents: Parents) -> Iterable[CheckpointId]:
+    """Leaves retention free."""
+    return ()
+
+
+class Repository(Hierarchy):
+    """The checkpoints under one root: a hierarchy of one place, and writing. Calls block; several
+    threads may commit and retain.
 
     Get one from ``open_repository`` or ``create_repository``.
 
     Attributes:
         claims: Attempts that this writer has tried to take since the latest one that it got,
             that one included: a record of theirs is no newer job.
+        hold: Says what retention leaves for now, whatever it keeps.
     """
 
     def __init__(self, store: Store, run: str) -> None:
+        super().__init__([Place(store.url, store)], run)
         self.store = store
-        self.run = run
         self._condemned: list[str] = []
         self._removing = threading.Lock()
         self.claims: list[Attempt] = []
-
-    # --- reading ------------------------------------------------------------
-
-    def survey(self) -> Listing:
-        """List the store and read every manifest; see ``listing.survey``."""
-        return survey(self.store, self.run)
-
-    def parents(self, *, unreadable_too: bool = False) -> dict[int, CheckpointId | None]:
-        """What each attempt continued from; a damaged record counts as nothing.
-
-        Args:
-            unreadable_too: Whether one that the medium cannot read does as well. Good for
-                reading only: a writer could take it for the start of another tree.
-        """
-        found: dict[int, CheckpointId | None] = {}
-        for number in self._attempt_numbers():
-            try:
-                record = self.attempt(number)
-            except (CorruptCheckpoint, ObjectNotFound):
-                found[number] = None
-            except StoreError as failure:
-                if failure.retryable or not unreadable_too:
-                    raise
-                found[number] = None
-            else:
-                found[number] = record.parent
-        return found
-
-    def attempt(self, number: int) -> Attempt:
-        """The record of an attempt.
-
-        Raises:
-            ObjectNotFound: There is none.
-            CorruptCheckpoint: It is damaged.
-        """
-        name = attempt_name(number)
-        found = parse_attempt(read_all(self.store, name, _RECORD_BYTES), name)
-        if found.number != number:
-            raise CorruptCheckpoint(name, f"it is the record of attempt {found.number}")
-        return found
-
-    def newest_attempt(self) -> int:
-        """The greatest attempt number that was claimed, 0 where there is none."""
-        return max(self._attempt_numbers(), default=0)
-
-    def lineage(
-        self, listing: Listing | None = None, attempt: int | None = None
-    ) -> list[CheckpointId]:
-        """The checkpoints to resume from, oldest first: those that led to the newest one.
-
-        Those of branches that were left behind by rewinding are not among them.
-
-        Args:
-            listing: What is there, where that is known already.
-            attempt: Whose lineage; ``None`` for that of the newest checkpoint.
-        """
-        committed = (listing or self.survey()).committed
-        if not committed:
-            return []
-        parents = self.parents(unreadable_too=attempt is None)
-        return lineage_of(attempt or max(committed).attempt, parents, committed)
-
-    def open(self, at: CheckpointId) -> AbstractContextManager[OpenCheckpoint]:
-        """Open a checkpoint for reading; see ``open_checkpoint``."""
-        return open_checkpoint(self.store, at)
+        self.hold: Hold = nothing_held
 
     # --- writing ------------------------------------------------------------
 
-    def claim(self, parent: CheckpointId | None) -> Attempt:
+    def greatest_attempt(self) -> int:
+        """The greatest number that any record or any object of a checkpoint has.
+
+        Not only the records count: they may have been removed, and a number that some checkpoint
+        has is never given again.
+        """
+        named = [n.at.attempt for e in self.store.list() if (n := parse_name(e.name))]
+        return max([self.newest_attempt(), *named])
+
+    def claim(self, parent: CheckpointId | None, above: int = 0) -> Attempt:
         """Become the writer of this root: take the next attempt number.
 
         What earlier attempts left half-written is removed, as far as the store lets it. Their
@@ -175,14 +123,12 @@ class Repository:
 
         Args:
             parent: The checkpoint that this attempt continues from.
+            above: The greatest number that was given elsewhere.
 
         Raises:
             StoreError: The number could not be taken.
         """
-        # Not only the records count: they may have been removed, and a number that some
-        # checkpoint has is never given again.
-        named = [n.at.attempt for e in self.store.list() if (n := parse_name(e.name))]
-        last = max([self.newest_attempt(), *named])
+        last = max(self.greatest_attempt(), above)
         for number in range(last + 1, min(last + _STARTS, MAX_ATTEMPT) + 1):
             attempt = Attempt(number, parent, socket.gethostname(), os.getpid(), time.time())
             self.claims.append(attempt)
@@ -342,7 +288,8 @@ class Repository:
 
         Only committed checkpoints of this run go: branches that its attempt left behind, and what
         ``retention`` does not keep of its lineage, itself too where newer ones overtook it. What a
-        delta that stays stands on stays, and ``base``, for the next. Packs go at the next call.
+        delta that stays stands on stays, and ``base``, for the next; and suspects, which do not
+        count. Packs go at the next call.
 
         Returns:
             The checkpoints removed.
@@ -352,7 +299,9 @@ class Repository:
             self._condemned, failure = delete_each(self.store, self._condemned)
             listing, parents = self.survey(), self.parents()
             lineage = lineage_of(newest.attempt, parents, listing.committed)
+            lineage = [at for at in lineage if at not in listing.suspects]
             kept = retention.kept(lineage, {at: m.metrics for at, m in listing.committed.items()})
+            kept |= frozenset(self.hold(listing, parents))
             gone = [c for c in lineage if c not in kept]
             gone += abandoned_by(newest.attempt, parents, listing.committed)
             gone = listing.spare_bases([c for c in gone if c != base])
@@ -414,10 +363,6 @@ class Repository:
         if failure is not None:
             raise failure
 
-    def _attempt_numbers(self) -> list[int]:
-        found = (parse_attempt_name(e.name) for e in self.store.list(ATTEMPTS_FOLDER))
-        return [number for number in found if number is not None]
-
 
 # --- opening ----------------------------------------------------------------
 
@@ -431,26 +376,15 @@ def open_repository(store: Store) -> Repository:
         CorruptCheckpoint: Its ``FORMAT`` or ``RUN.json`` is damaged.
         IncompatibleCheckpoint: It is of a version that is not known here.
     """
-    line, names = _read_at_top(store, FORMAT_NAME)
-    if not line and not names:
-        raise NoCheckpoint(f"{store.url}: there is no checkpoint yet")
-    if line is None:
-        raise OptionError(
-            f"{store.url}: expected an empty place or an asymcheck repository, found {names}; "
-            f"choose another root, for instance a new sub-directory"
-        )
-    check_format_line(line, f"{store.url}/{FORMAT_NAME}")
-    where = f"{store.url}/{RUN_NAME}"
-    record, names = _read_at_top(store, RUN_NAME)
-    if not record and names == [FORMAT_NAME]:
-        raise NoCheckpoint(f"{store.url}: there is no checkpoint yet")
-    if record is None:
-        raise CorruptCheckpoint(where, "missing, so its checkpoints belong to no run")
-    return Repository(store, Fields(unseal(record, where), where, ("run",)).text("run"))
+    return Repository(store, read_run(store))
 
 
-def create_repository(store: Store) -> Repository:
+def create_repository(store: Store, run: str | None = None) -> Repository:
     """Open what is there, or make a new repository in an empty place.
+
+    Args:
+        store: The place.
+        run: Id of the run whose copies it shall hold; ``None`` makes one.
 
     Raises:
         OptionError: The place holds something else; nothing was changed.
@@ -459,36 +393,5 @@ def create_repository(store: Store) -> Repository:
     try:
         return open_repository(store)
     except NoCheckpoint:
-        store.prepare()
-        # RUN.json last: while it is missing, the place still counts as empty.
-        _make(store, FORMAT_NAME, FORMAT_LINE.encode("ascii"))
-        _make(store, RUN_NAME, seal({"run": uuid.uuid4().hex}))
+        make_run(store, run)
         return open_repository(store)
-
-
-def _make(store: Store, name: str, data: bytes) -> None:
-    # Without hard links an object takes its name empty. Where its content does not follow, and
-    # nothing else lies beside it, its maker was killed, and it holds nothing that could be lost.
-    if not store.create(name, data) and not read_all(store, name):
-        time.sleep(2)  # its maker may be about to fill it
-        if not read_all(store, name):
-            store.delete(name)
-            store.create(name, data)
-
-
-def _read_at_top(store: Store, name: str) -> tuple[bytes | None, list[str]]:
-    """An object at the top; where it is empty or missing also what else is there, sorted."""
-    names: set[str] = set()
-    found: bytes | None = None
-    for last in (False, True):
-        with suppress(ObjectNotFound):
-            found = read_all(store, name, _RECORD_BYTES)
-        if found or last:
-            break
-        for entry in store.list():  # the place may hold millions
-            if entry.nbytes or entry.name not in (FORMAT_NAME, RUN_NAME):
-                names.add(entry.name.partition("/")[0])
-            if len(names) == 5:
-                break
-        # Another process may just be making it: look again, now that the rest was listed.
-    return found, sorted(names)

@@ -110,6 +110,10 @@ class Fields:
             raise self.fail(f"{name}: expected text, found {short(value)}")
         return value
 
+    def value(self, name: str) -> object:
+        """A member as it is, ``None`` where it is missing."""
+        return self._value.get(name)
+
     def items(self, name: str) -> list[Any]:
         """A list member."""
         value = self._value.get(name)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 from urllib.parse import parse_qsl, quote, unquote
 
 from asymcheck.errors import CorruptCheckpoint, OptionError, StoreError, nearest
@@ -70,6 +70,15 @@ class Readable(Protocol):
         Raises:
             StoreError: The medium failed, or the object ends before ``into`` is full.
         """
+        ...
+
+
+@runtime_checkable
+class ReadsOnce(Protocol):
+    """An open object that can be read without a copy of it staying in the memory of the host."""
+
+    def read_once(self, offset: int, into: memoryview) -> None:
+        """As ``Readable.readinto``, for bytes that nobody else on this host reads soon."""
         ...
 
 

@@ -20,6 +20,8 @@ def commit_bytes(
     *,
     metrics: Mapping[str, float] | None = None,
     pack_bytes: int = PACK_BYTES,
+    base: CheckpointId | None = None,
+    created_s: float = 0.0,
 ) -> Manifest:
     """Commit a checkpoint of the given leaves; blocks.
 
@@ -29,6 +31,8 @@ def commit_bytes(
         values: Bytes of each leaf by key; ``""`` is the tree.
         metrics: Recorded with it.
         pack_bytes: When to begin another pack.
+        base: What it stands on, though all of it is stored as it is.
+        created_s: When it was captured.
 
     Raises:
         StoreError: The medium failed; what was written stays.
@@ -52,14 +56,15 @@ def commit_bytes(
             at=at,
             rank=0,
             world=1,
-            created_s=0.0,
+            created_s=created_s,
             metrics=metrics or {},
             versions={},
             leaves=tuple(sorted(leaves, key=lambda leaf: (leaf.at, leaf.stop))),
             aliases={},
             chunks=flushed.chunks,
             packs=flushed.packs,
-        )
+        ),
+        base,
     )
 
 

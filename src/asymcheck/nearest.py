@@ -1,0 +1,319 @@
+"""Which checkpoint the next start would go on from, out of which copies; and bringing it home.
+
+It reads what a restore would read, chunk by chunk with all checks, and changes nothing. No
+torch: nothing of the training is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from asymcheck.capture import CanaryWatch, parse_capture
+from asymcheck.decoding import Decoding
+from asymcheck.errors import CheckpointError, NoCheckpoint, OptionError
+from asymcheck.memory.arena import SHARED_MEMORY, Slot, SlotState
+from asymcheck.planning.retention import CheckpointId
+from asymcheck.repair import Remnant, remnants
+from asymcheck.storage.copies import BadCopy, Place, Served
+from asymcheck.storage.healing import Healed, heal
+from asymcheck.storage.hierarchy import Hierarchy
+from asymcheck.storage.mirror import copy_checkpoint, open_copy, share_attempts
+from asymcheck.storage.names import manifest_name
+from asymcheck.storage.repository import open_repository
+from asymcheck.storage.runs import read_run
+from asymcheck.storage.suspects import spoken_mark
+
+IN_MEMORY = "shared memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What one tier has of a checkpoint, as its listing says.
+
+    Attributes:
+        tier: Name of the tier.
+        there: How many objects it has with their right lengths.
+        expected: How many there are.
+    """
+
+    tier: str
+    there: int
+    expected: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A checkpoint that was looked at.
+
+    Attributes:
+        at: Which.
+        why_not: Why it is not the one, empty where it is.
+        tiers: What each tier has of it; empty where its manifest is whole nowhere.
+    """
+
+    at: CheckpointId
+    why_not: str = ""
+    tiers: Sequence[Standing] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A slot in shared memory that a dead trainer left, and what becomes of it at the next start.
+
+    Attributes:
+        remnant: The slot.
+        fate: ``persisted`` before a step is chosen, ``freed``, or ``kept``, as nobody may write it.
+        why: Why it is not persisted, empty where it is.
+    """
+
+    remnant: Remnant
+    fate: Literal["persisted", "freed", "kept"]
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the next start would do.
+
+    Attributes:
+        hierarchy: The tiers, the root first.
+        slots: What lies in shared memory of this host.
+        candidates: Checkpoints of the tiers that were looked at, best first; the last is the one
+            that would be loaded, where ``chosen`` says so.
+        chosen: The checkpoint to go on from, ``None`` where none is whole.
+        source: ``tiers``, or ``shared memory`` where a slot holds a newer one.
+        served: Bytes that each tier gave of it, and seconds.
+        damaged: Copies that did not give what was committed.
+        unreachable: Tiers that could not be listed, each with why.
+    """
+
+    hierarchy: Hierarchy
+    slots: Sequence[InMemory]
+    candidates: Sequence[Candidate]
+    chosen: CheckpointId | None
+    source: str
+    served: Sequence[Served] = ()
+    damaged: Sequence[BadCopy] = ()
+    unreachable: Sequence[tuple[str, str]] = field(default=())
+
+
+def decide(
+    places: Sequence[Place],
+    step: int | None = None,
+    limit_s: float = 60.0,
+    directory: Path = SHARED_MEMORY,
+) -> Decision:
+    """Find what the next start would go on from; blocks, changes nothing.
+
+    Args:
+        places: The root first, then the tiers, nearest first.
+        step: Only this one; ``None`` for the newest that is whole.
+        limit_s: How long listing the tiers may take.
+        directory: Where slots are.
+
+    Raises:
+        NoCheckpoint: No place holds a run.
+        OptionError: They hold different ones.
+        StoreError: The root cannot be read.
+    """
+    hierarchy = Hierarchy(places, _one_run(places), limit_s)
+    listing = hierarchy.survey()
+    lineage = hierarchy.lineage(listing)
+    wanted = [at for at in reversed(lineage) if step in (None, at.step)]
+    if step is not None and not wanted:
+        wanted = sorted((at for at in listing.committed if at.step == step), reverse=True)[:1]
+    slots = list(_slots(hierarchy, directory))
+    held = [s.remnant.at for s in slots if s.fate == "persisted" and s.remnant.at]
+    newest = max(held, default=None)
+    better = wanted[0] if wanted else CheckpointId(0, 0)
+    passed = {at: spoken_mark(hierarchy.copies, at) for at in listing.suspects if at > better}
+    passed |= {d.at: d.why for d in listing.damaged if d.at > better}
+    candidates = [
+        Candidate(at, passed[at])
+        for at in sorted(passed, reverse=True)
+        if step in (None, at.step) and at not in wanted
+    ]
+    if newest is not None and newest > better and step in (None, newest.step):
+        return _decision(hierarchy, slots, candidates, newest, IN_MEMORY)
+    for at in wanted:
+        served = dict(hierarchy.copies.notes.served)
+        try:
+            _read(hierarchy, at)
+        except CheckpointError as failure:
+            candidates.append(Candidate(at, str(failure), _standings(hierarchy, at)))
+            continue
+        candidates.append(Candidate(at, "", _standings(hierarchy, at)))
+        return _decision(hierarchy, slots, candidates, at, "tiers", served)
+    return _decision(hierarchy, slots, candidates, None, "")
+
+
+def bring_home(decision: Decision) -> list[Healed]:
+    """Copy the chosen checkpoint, and what it stands on, whole into the root, and write anew what
+    was found damaged anywhere; blocks.
+
+    Nobody may be training on the run.
+
+    Returns:
+        What became of damaged copies.
+
+    Raises:
+        NoCheckpoint: None is whole.
+        CorruptCheckpoint: It was damaged meanwhile.
+        StoreError: A medium failed.
+    """
+    if decision.chosen is None:
+        raise NoCheckpoint(f"{decision.hierarchy.spoken}: no checkpoint is whole")
+    hierarchy = decision.hierarchy
+    home, *others = hierarchy.copies.places
+    repository = open_copy(home.store, hierarchy.run)
+    for place in others:
+        if place.name not in hierarchy.copies.notes.unreachable:
+            share_attempts(repository, open_copy(place.store, hierarchy.run))
+    done = heal(hierarchy, [(bad.tier, bad.name) for bad in decision.damaged])
+    with hierarchy.open(decision.chosen) as opened:
+        chain = [opened]
+        while (below := chain[-1].base) is not None:
+            chain.append(below)
+        committed = repository.survey().committed
+        for source in reversed(chain):  # a base before what stands on it
+            if source.manifest.at not in committed:
+                copy_checkpoint(hierarchy, source, repository, "read")
+    return done
+
+
+def _one_run(places: Sequence[Place]) -> str:
+    runs: dict[str, str] = {}
+    failure: CheckpointError | None = None
+    for place in places:
+        try:
+            runs.setdefault(read_run(place.store), place.name)
+        except OptionError:
+            raise  # it holds something else
+        except CheckpointError as bad:
+            failure = failure or bad
+    if not runs:
+        raise failure or NoCheckpoint("no place was named")
+    if len(runs) > 1:
+        told = " and ".join(f"{name} holds run {run}" for run, name in runs.items())
+        raise OptionError(f"{told}: expected copies of one run")
+    return next(iter(runs))
+
+
+def _slots(hierarchy: Hierarchy, directory: Path) -> Iterator[InMemory]:
+    newest = hierarchy.newest_attempt()
+    for remnant in remnants(hierarchy.run, directory):
+        if remnant.slot.is_at_work:
+            yield InMemory(remnant, "persisted" if remnant.slot.is_sealed else "freed")
+        elif not remnant.slot.is_sealed or remnant.at is None:
+            yield InMemory(remnant, "freed", "it was not whole when its trainer died")
+        elif remnant.at.attempt < newest:
+            why = f"attempt {newest} has claimed the root since"
+            yield InMemory(remnant, "kept", why)
+        else:
+            why = _why_torn(remnant.slot.path) or _who_lacks(hierarchy, remnant, directory)
+            yield InMemory(remnant, "freed" if why else "persisted", why)
+
+
+def _why_torn(path: Path) -> str:
+    """Why a sealed slot would be refused; empty where its canaries agree with its bytes."""
+    try:
+        slot = Slot.open(path)
+    except (OSError, ValueError) as failure:
+        return str(failure)
+    try:
+        capture = parse_capture(slot.meta, str(path))
+        if slot.state != SlotState.SEALED or slot.is_torn:
+            return "memory of it was given back"
+        watch, image = CanaryWatch(capture, slot.canaries), slot.image
+        for extent in capture.chunks:
+            watch.compare(extent, image)
+        torn = watch.torn_leaf
+        del watch, image
+        return "" if torn is None else f"{torn!r} changed while it was copied"
+    except CheckpointError as failure:
+        return str(failure)
+    finally:
+        slot.close(unlink=False)
+
+
+def _who_lacks(hierarchy: Hierarchy, remnant: Remnant, directory: Path) -> str:
+    """Which ranks of a checkpoint in memory are neither here nor in the root."""
+    assert remnant.at is not None, "it is sealed"
+    slot = Slot.open(remnant.slot.path)
+    try:
+        world = parse_capture(slot.meta, str(remnant.slot.path)).world
+    finally:
+        slot.close(unlink=False)
+    if world == 1:
+        return ""
+    here = set()
+    for other in remnants(hierarchy.run, directory):
+        if other.at == remnant.at and other.slot.is_sealed:
+            found = Slot.open(other.slot.path)
+            here.add(parse_capture(found.meta, str(other.slot.path)).rank)
+            found.close(unlink=False)
+    stored = open_repository(hierarchy.copies.places[0].store)
+    missing = sorted(set(stored.missing_ranks(remnant.at, world)) - here)
+    return f"nothing is here of ranks {missing[:8]}" if missing else ""
+
+
+def _read(hierarchy: Hierarchy, at: CheckpointId) -> None:
+    """Read and decode every chunk, as a restore would; raises what one would raise."""
+    with hierarchy.open(at) as opened:
+        decoding = Decoding(opened)
+        for index in opened.indexes:
+            for chunk in index.chunks:
+                loaded = decoding.load(index, chunk, once=True)
+                loaded.raw()
+                loaded.release()
+
+
+def _standings(hierarchy: Hierarchy, at: CheckpointId) -> list[Standing]:
+    try:
+        with hierarchy.open(at) as opened:
+            objects = opened.manifest.objects
+    except CheckpointError:
+        return []
+    found = []
+    for place in hierarchy.copies.places:
+        sizes = hierarchy.copies.notes.listed.get(place.name)
+        if sizes is None:
+            sizes = {e.name: e.nbytes for e in place.store.list()} if _is_only(hierarchy) else {}
+        there = sum(sizes.get(o.name) == o.nbytes for o in objects) + (manifest_name(at) in sizes)
+        found.append(Standing(place.name, there, len(objects) + 1))
+    return found
+
+
+def _is_only(hierarchy: Hierarchy) -> bool:
+    return len(hierarchy.copies.places) == 1
+
+
+def _decision(
+    hierarchy: Hierarchy,
+    slots: Sequence[InMemory],
+    candidates: Sequence[Candidate],
+    chosen: CheckpointId | None,
+    source: str,
+    before: dict[str, Served] | None = None,
+) -> Decision:
+    """With what was read of the chosen one alone; ``before`` was read of others."""
+    notes = hierarchy.copies.notes
+    served = []
+    for place in hierarchy.copies.places if source == "tiers" else ():
+        now, was = (s.get(place.name, Served(place.name)) for s in (notes.served, before or {}))
+        served.append(
+            Served(place.name, now.nbytes - was.nbytes, max(0.0, now.duration_s - was.duration_s))
+        )
+    return Decision(
+        hierarchy,
+        slots,
+        candidates,
+        chosen,
+        source,
+        served,
+        tuple(notes.bad.values()),
+        tuple(notes.unreachable.items()),
+    )

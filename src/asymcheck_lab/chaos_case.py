@@ -1,0 +1,287 @@
+"""One case of the matrix: a training, a failure at a moment, what became of it.
+
+The process that runs cases has torch loaded and forks each training.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from asymcheck.decoding import verify
+from asymcheck.handover import persisters_of
+from asymcheck.memory.arena import SHARED_MEMORY, slots_of
+from asymcheck.memory.process import ProcessId
+from asymcheck.storage.names import pack_name
+from asymcheck.storage.repository import create_repository
+from asymcheck.storage.store import open_store
+from asymcheck.testing.children import Child, Outcome
+from asymcheck_lab.chaos_job import LAST, WAIT_S, resume
+from asymcheck_lab.chaos_stage import Case, Disk, Stage, Verdict, hear_soon, send
+from asymcheck_lab.errors import RunError
+
+_GOES_ON = ("persister killed", "disk full", "store outage")
+"""What a training may survive without being started again."""
+
+_JUMP_S = -400 * 86400.0
+
+
+class _Trial(Stage):
+    """A case: the failure, and the verdict."""
+
+    # --- the failure -------------------------------------------------------------
+
+    def strike(self, child: Child) -> set[int]:
+        """Bring the failure about; returns the steps of which one must be restored."""
+        fault, persister = self.case.fault, self.persister()
+        committed = self.at_strike = {at.step for at in self.committed()}
+        safe = committed | self.sealed()
+        if fault in ("process killed", "slow disk", "clock jump"):
+            if fault == "clock jump":
+                (self.folder / "clock").write_text(str(_JUMP_S))
+            self.kill(child.pid)
+            send(persister, signal.SIGCONT)
+            self.verdict.training = "killed"
+        elif fault == "host killed":
+            self.kill(child.pid, persister)
+            self.remove_slots()
+            safe, self.verdict.training = committed, "killed"
+        elif fault == "bit rot":
+            self.kill(child.pid, persister)
+            self.remove_slots()
+            self.flip_a_byte()
+            safe, self.verdict.training = self.intact(), "killed"
+        elif fault == "persister killed":
+            self.kill(persister)
+        elif fault == "disk full":
+            if self.disk.refused:
+                self.verdict.note = f"ENOSPC injected: {self.disk.refused}"
+            else:
+                self.disk.fill()
+        elif fault == "store outage":
+            self.root.rename(self.away)
+            self.root.write_text("the store is away")
+        return safe
+
+    def flip_a_byte(self) -> None:
+        """In the middle of the newest committed checkpoint's first pack."""
+        at = max(self.committed())
+        path = self.root / pack_name(at, 0, 1)
+        with path.open("r+b") as pack:
+            middle = path.stat().st_size // 2
+            pack.seek(middle)
+            byte = pack.read(1)
+            pack.seek(middle)
+            pack.write(bytes([byte[0] ^ 0x40]))
+
+    def intact(self) -> set[int]:
+        """Steps of which every byte can be read, what they stand on included."""
+        repository = create_repository(open_store(str(self.root)))
+        committed = set(repository.survey().committed)
+        self.gone = {at for at in committed if any(verify(repository, at))}
+        return {at.step for at in committed - self.gone}
+
+    # --- the case ----------------------------------------------------------------
+
+    def run_it(self) -> None:
+        if self.case.moment == "restore":
+            safe = self.hit_a_restore()
+        else:
+            child = self.start()
+            safe = self.partition(child) if self.is_partition else self.hit(child)
+        self.judge(safe, self.last_start())
+
+    @property
+    def is_partition(self) -> bool:
+        return self.case.fault == "network partition"
+
+    def hit(self, child: Child) -> set[int]:
+        """The failure in a training: it dies of it, or it goes on."""
+        safe = self.strike(child)
+        (self.folder / "go").touch()
+        outcome = self.end_of(child)
+        self.heal()
+        if self.case.fault not in _GOES_ON:
+            return safe
+        if outcome.status == 0:
+            self.verdict.training = "went on"
+            return {LAST}
+        self.verdict.training = self._ended_with(outcome)
+        self.settle()
+        return safe
+
+    def settle(self) -> None:
+        """Let persisters of dead trainers come to their end."""
+        with self.letting_go():
+            self.until(
+                lambda: not any(not trainer.is_alive for _, trainer in persisters_of(self.run)),
+                "persisters of the dead trainer end",
+            )
+
+    def hit_a_restore(self) -> set[int]:
+        """A training is killed; the failure comes while the next start restores."""
+        case = self.case
+        child = self.start()
+        self._hear_rest(child)
+        persister_dies = case.fault == "persister killed"
+        if persister_dies:  # the one that still writes what its dead trainer sealed
+            os.kill(self.persister(), signal.SIGSTOP)
+        self.kill(child.pid)
+        child.wait(WAIT_S)
+        if not persister_dies:
+            self.settle()
+        stops = not persister_dies
+        second = self.fork(lambda say: resume(say, self.url(stops=stops), case.strategy, WAIT_S))
+        if persister_dies:
+            safe = self.strike(second)
+            self.verdict.training = "killed"
+        else:
+            self.until(lambda: self.restore_stopped(second.pid), "the restore reads")
+            safe = self.partition(second) if self.is_partition else self.strike(second)
+        outcome = self.end_of(second) if not self.is_partition else None
+        self.heal()
+        if outcome is not None and case.fault in _GOES_ON:
+            well = outcome.status == 0
+            self.verdict.training = "went on" if well else self._ended_with(outcome)
+            safe = {LAST} if well else safe
+        return safe
+
+    def _hear_rest(self, child: Child) -> None:
+        while (said := hear_soon(child)) is not None:
+            self.note(said)
+
+    def partition(self, old: Child) -> set[int]:
+        """The store and the scheduler lose sight of a trainer; another is started in its place.
+
+        When the old one is back it may not mix with the new one.
+        """
+        persister, self.done_at_strike = self.persister(), self.done
+        for pid in (old.pid, persister):
+            send(pid, signal.SIGSTOP)
+        committed = self.at_strike = {at.step for at in self.committed()}
+        new = self.fork(lambda say: resume(say, self.url(stops=False), self.case.strategy, WAIT_S))
+        said = new.wait(2 * WAIT_S).check()
+        self.check_resumed(said, committed)
+        (self.folder / "go").touch()
+        (self.folder / "healed").touch()
+        send(old.pid, signal.SIGCONT)
+        outcome = self.end_of(old)
+        if self.case.moment == "restore":
+            # It had claimed nothing yet: it is the newer job, and it comes to its end.
+            self.verdict.training = "went on" if outcome.status == 0 else self._ended_with(outcome)
+            return {LAST}
+        self.verdict.training = self._ended_with(outcome)
+        if "SupersededWriter" not in outcome.error:
+            self.verdict.problems.append(
+                f"the older writer was not stopped: status {outcome.status}, {outcome.error[-200:]}"
+            )
+        self.settle()
+        return {LAST}
+
+    def _ended_with(self, outcome: Outcome) -> str:
+        """The error that ended a training; one that is not the library's is a broken promise."""
+        own = [x for x in outcome.error.splitlines() if x.startswith("asymcheck.errors.")]
+        if not own:
+            self.verdict.problems.append(
+                f"the training ended with status {outcome.status}: {outcome.error[-300:]}"
+            )
+            return f"ended with {outcome.status}"
+        return f"ended with {own[-1].partition(':')[0].rpartition('.')[2]}"
+
+    # --- the verdict -------------------------------------------------------------
+
+    def last_start(self) -> list[Any]:
+        """The next start, which has to be as if nothing had been."""
+        child = self.fork(
+            lambda say: resume(say, self.url(stops=False), self.case.strategy, WAIT_S)
+        )
+        return child.wait(2 * WAIT_S).check()
+
+    def check_resumed(self, said: list[Any], committed: set[int]) -> None:
+        """Hold what a start said against the reference."""
+        first, last = said
+        verdict = self.verdict
+        if not self.is_lossy:
+            verdict.problems += [f"step {first['step']}: {what}" for what in first["differences"]]
+            if first["exact"] and not last["exact"]:
+                verdict.problems.append("the end is another one than that of the uninterrupted run")
+        exact = first["exact"] and not self.is_lossy
+        self.is_lossy = not exact
+        if last["done"] != LAST:
+            verdict.problems.append(f"it ended at step {last['done']}")
+        verdict.tier = "root" if first["step"] in committed else "shared memory"
+        verdict.resumed_from = first["step"]
+        verdict.seconds = round(first["seconds"], 3)
+        verdict.exact = "bit for bit" if exact else "within its bounds"
+        verdict.skipped = len(first["skipped"])
+        self.pids.append(first["pid"])
+
+    def judge(self, safe: set[int], said: list[Any]) -> None:
+        """The last start against what was promised, and what is left of all."""
+        verdict = self.verdict
+        replacement = replace(verdict)
+        self.check_resumed(said, self.at_strike)
+        step = verdict.resumed_from
+        if step < max(safe, default=0):
+            warned = "; ".join(said[0]["warned"]) or "without a word"
+            verdict.problems.append(f"expected step {max(safe)}, restored {step}: {warned}")
+        if self.is_partition and self.case.moment != "restore":
+            # What counts is how the replacement came up.
+            verdict.tier, verdict.resumed_from = replacement.tier, replacement.resumed_from
+            verdict.seconds, verdict.exact = replacement.seconds, replacement.exact
+            verdict.steps_lost = max(0, self.done_at_strike - replacement.resumed_from)
+        elif verdict.training == "went on":
+            verdict.tier, verdict.steps_lost = "none needed", 0
+        else:
+            verdict.steps_lost = max(0, min(self.done, LAST) - step)
+        if self.case.fault == "bit rot" and not verdict.skipped:
+            verdict.problems.append("the damage was not met")
+        self.judge_what_is_left()
+
+    def judge_what_is_left(self) -> None:
+        """Nothing torn is listed, and no process, slot or half-written object is left."""
+        verdict = self.verdict
+        repository = create_repository(open_store(str(self.root)))
+        listing = repository.survey()
+        damaged = [
+            at for at in listing.committed if at not in self.gone and any(verify(repository, at))
+        ]
+        if listing.damaged or damaged:
+            verdict.problems.append(f"damaged: {[*listing.damaged, *damaged]}")
+        if listing.leftovers:
+            verdict.problems.append(f"left over: {listing.leftovers}")
+        temp = list(self.root.glob(".tmp/*"))
+        slots = [path.name for path in slots_of(SHARED_MEMORY, self.run)]
+        if temp or slots:
+            verdict.problems.append(f"left over: {temp}, {slots}")
+        try:
+            self.until(
+                lambda: all(ProcessId.of(pid).start == 0 for pid in self.pids), "persisters end"
+            )
+        except RunError as left:
+            verdict.problems.append(str(left))
+
+
+def run_case(case: Case, folder: Path, disk: Disk) -> Verdict:
+    """Run one case; blocks for seconds. Torch is loaded, with one thread; see ``load_once``.
+
+    Args:
+        case: Which.
+        folder: Made for it, and removed.
+        disk: Where the disk is filled.
+    """
+    begin_s = time.perf_counter()
+    folder.mkdir(parents=True)
+    trial = _Trial(case, folder, disk)
+    try:
+        trial.run_it()
+    except Exception as failure:  # noqa: BLE001  a case that breaks is a result
+        trial.verdict.problems.append(f"{type(failure).__name__}: {failure}")
+    finally:
+        trial.clean_up()
+    trial.verdict.case_s = round(time.perf_counter() - begin_s, 2)
+    return trial.verdict

@@ -1,0 +1,550 @@
+"""The store for S3: against moto, quickly, and against the real server of SeaweedFS."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import tracemalloc
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import parse_qsl, quote, urlencode
+
+import pytest
+import torch
+
+from asymcheck import Checkpointer
+from asymcheck.errors import OptionError, StoreError
+from asymcheck.storage import s3_client
+from asymcheck.storage.s3 import S3Store
+from asymcheck.storage.s3_client import S3Client, Server
+from asymcheck.storage.store import Store, open_store, read_all
+from asymcheck.testing.suites import StoreSuite
+
+pytestmark = [pytest.mark.extra, pytest.mark.xdist_group("s3")]
+
+KEY, SECRET = "AKIAASYMCHECKTESTKEY", "asymcheck/secret+that+must+not+be+shown"
+BUCKET = "checkpoints"
+START_S = 60
+SCRIPTS = Path(sys.executable).parent
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that are free now, and those 10000 above them too."""
+    found: list[int] = []
+    while len(found) < count:
+        with socket.socket() as low, socket.socket() as high:
+            low.bind(("127.0.0.1", 0))
+            port = low.getsockname()[1]
+            if port > 50000 or port in found:
+                port = 20000 + port % 20000
+            try:
+                high.bind(("127.0.0.1", port + 10000))
+            except OSError:
+                continue
+            found.append(port)
+    return found
+
+
+class Process:
+    """A server that can be stopped, killed and started again on the same data."""
+
+    def __init__(self, command: list[str], port: int, log: Path) -> None:
+        self._command = command
+        self._log = log
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+        end_s = time.monotonic() + START_S
+        while True:
+            try:
+                urllib.request.urlopen(self.endpoint, timeout=2).close()
+                return
+            except urllib.error.HTTPError:
+                return  # it speaks
+            except OSError:
+                if self._process.poll() is not None or time.monotonic() > end_s:
+                    raise AssertionError(self._log.read_text("utf-8", "replace")[-3000:]) from None
+                time.sleep(0.1)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(START_S)
+            self._process = None
+
+
+def moto(folder: Path) -> Process:
+    (port,) = free_ports(1)
+    command = [str(SCRIPTS / "moto_server"), "-H", "127.0.0.1", "-p", str(port)]
+    return Process(command, port, folder / "moto.log")
+
+
+def weed(folder: Path) -> Process:
+    master, volume, filer, s3 = free_ports(4)
+    data = folder / "data"
+    data.mkdir()
+    ports = {"master": master, "volume": volume, "filer": filer, "s3": s3}
+    command = [str(SCRIPTS / "weed"), "server", f"-dir={data}", "-ip=127.0.0.1", "-s3"]
+    command += ["-ip.bind=127.0.0.1", "-volume.max=4", "-master.volumeSizeLimitMB=256"]
+    command += [f"-{name}.port={port}" for name, port in ports.items()]
+    command += [f"-{name}.port.grpc={port + 10000}" for name, port in ports.items()]
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
+    config = folder / "identities.json"
+    keys = [{"accessKey": KEY, "secretKey": SECRET}]
+    identity = {"name": "training", "credentials": keys, "actions": ["Admin", "Read", "Write"]}
+    config.write_text(json.dumps({"identities": [identity]}))
+    command.append(f"-s3.config={config}")
+    return Process(command, s3, folder / "weed.log")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def credentials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where users have them, and nowhere else."""
+    folder = tmp_path_factory.mktemp("aws")
+    (folder / "credentials").write_text(
+        f"[default]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"
+        f"[wrong]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET[::-1]}\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [n for n in os.environ if n.startswith("AWS_")]:
+            patch.delenv(name)
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(folder / "credentials"))
+        patch.setenv("AWS_CONFIG_FILE", str(folder / "none"))
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        yield
+
+
+def made_bucket(server: Process, bucket: str = BUCKET) -> None:
+    S3Client(Server(bucket, server.endpoint)).call("make", "", "create_bucket", {})
+
+
+@pytest.fixture(scope="session")
+def moto_server(tmp_path_factory: pytest.TempPathFactory, credentials: None) -> Iterator[Process]:
+    server = moto(tmp_path_factory.mktemp("moto"))
+    try:
+        server.start()
+        made_bucket(server)
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def weed_server(tmp_path_factory: pytest.TempPathFactory, credentials: None) -> Iterator[Process]:
+    folder = tmp_path_factory.mktemp("weed")
+    server = weed(folder)
+    try:
+        server.start()
+        made_bucket(server)
+        yield server
+    finally:
+        server.kill()
+        shutil.rmtree(folder / "data")
+
+
+def url_at(server: Process, **options: object) -> str:
+    query = urlencode({"endpoint": server.endpoint, "timeout_s": 30, **options})
+    return f"s3://{BUCKET}/runs/{uuid.uuid4().hex}?{query}"
+
+
+class OnMoto(StoreSuite):
+    @pytest.fixture(autouse=True)
+    def _server(self, moto_server: Process) -> None:
+        self.server = moto_server
+
+    def new_store(self, folder: Path) -> Store:
+        return open_store(url_at(self.server))
+
+
+class TestMoto(OnMoto):
+    pass
+
+
+class TestMotoWithoutConditionalPuts:
+    """What differs: ``create``."""
+
+    store = StoreSuite.store
+    test_create_never_replaces = StoreSuite.test_create_never_replaces
+    test_one_of_many_threads_creates = StoreSuite.test_one_of_many_threads_creates
+    test_one_of_many_processes_creates = StoreSuite.test_one_of_many_processes_creates
+    test_a_sweep_removes_nothing_that_was_written = (
+        StoreSuite.test_a_sweep_removes_nothing_that_was_written
+    )
+    shared_between_processes = True
+
+    @pytest.fixture(autouse=True)
+    def _server(self, moto_server: Process) -> None:
+        self.server = moto_server
+
+    def new_store(self, folder: Path) -> Store:
+        return open_store(url_at(self.server, conditional="never"))
+
+
+class TestWeed(StoreSuite):
+    @pytest.fixture(autouse=True)
+    def _server(self, weed_server: Process) -> None:
+        self.server = weed_server
+
+    def new_store(self, folder: Path) -> Store:
+        return open_store(url_at(self.server))
+
+
+# --- what fails --------------------------------------------------------------
+
+
+class Faults:
+    """Lets requests of all S3 stores fail, the n-th and so many from there on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.at, self.times, self.after = 0, 0, False
+        self.operations: list[str] = []
+        inner = s3_client._Connection.request
+
+        async def request(connection, operation, arguments, receive):
+            self.count += 1
+            self.operations.append(operation)
+            strikes = self.at and self.at <= self.count < self.at + self.times
+            if strikes and not self.after:
+                raise ConnectionResetError("injected")
+            try:
+                return await inner(connection, operation, arguments, receive)
+            finally:
+                if strikes:
+                    raise ConnectionResetError("its answer was lost")
+
+        patch.setattr(s3_client._Connection, "request", request)
+
+    def set(self, at: int, times: int = 1, *, after: bool = False) -> None:
+        self.count, self.operations = 0, []
+        self.at, self.times, self.after = at, times, after
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    return Faults(monkeypatch)
+
+
+SMALL, LARGE = b"small", bytes(range(256)) * 20481  # in two parts of 5 MiB
+
+
+def use(store: Store) -> None:
+    """Every kind of call, each with the result that it must have."""
+    assert store.write("a/small", [SMALL]) == len(SMALL)
+    assert store.create("a/new", b"first") is True
+    assert store.create("a/new", b"second") is False
+    assert store.write("a/large", [LARGE]) == len(LARGE)
+    assert read_all(store, "a/new") == b"first"
+    assert read_all(store, "a/large") == LARGE
+    assert {e.name for e in store.list()} == {"a/small", "a/new", "a/large"}
+    store.delete("a/small")
+
+
+def requests_of_use(store: Store, faults: Faults) -> int:
+    use(store)  # finds out what the server can do
+    store.delete("a/new")
+    faults.set(0)
+    use(store)
+    store.delete("a/new")
+    return faults.count - 1
+
+
+@pytest.mark.parametrize(
+    ("conditional", "after"), [("auto", False), ("auto", True), ("never", True)]
+)
+def test_a_connection_lost_at_any_request_changes_no_result(
+    moto_server: Process, faults: Faults, conditional: str, after: bool
+) -> None:
+    store = open_store(url_at(moto_server, part_mib=5, conditional=conditional))
+    assert isinstance(store, S3Store)
+    total = requests_of_use(store, faults)
+    for at in range(1, total + 1):
+        before = store.retries
+        faults.set(at, after=after)
+        use(store)
+        assert store.retries == before + 1
+        store.delete("a/new")
+    assert store.sweep() <= total  # uploads that were begun by requests whose answer was lost
+    assert store.sweep() == 0
+
+
+def test_a_server_that_fails_for_good_is_one_error_and_nothing_is_half_there(
+    moto_server: Process, faults: Faults
+) -> None:
+    store = open_store(url_at(moto_server, part_mib=5))
+    impatient = open_store(url_of(store, timeout_s=1))
+    use(impatient)  # it has found out what the server can do
+    store.delete("a/new")
+    total = requests_of_use(store, faults)
+    for at in range(1, total + 1):
+        for entry in list(store.list()):
+            store.delete(entry.name)
+        faults.set(at, 10_000)
+        with pytest.raises(StoreError, match=f"{BUCKET}.*{moto_server.endpoint}") as told:
+            use(impatient)
+        assert told.value.retryable
+        faults.set(0)
+        whole = {"a/small": SMALL, "a/new": b"first", "a/large": LARGE}
+        for entry in store.list():
+            assert read_all(store, entry.name) == whole[entry.name]
+        store.sweep()
+        assert store.sweep() == 0
+
+
+def test_one_of_many_creates_although_answers_are_lost(
+    moto_server: Process, faults: Faults
+) -> None:
+    store = open_store(url_at(moto_server))
+    assert store.create("probed", b"") is True
+    faults.set(1, 1, after=True)
+    assert store.create("mine", b"1") is True  # its first try was the one
+    faults.set(1, 1, after=True)
+    assert store.create("mine", b"2") is False
+    assert read_all(store, "mine") == b"1"
+
+
+def test_a_dead_claimant_does_not_block_for_ever(moto_server: Process) -> None:
+    store = open_store(url_at(moto_server, conditional="never", timeout_s=2))
+    assert isinstance(store, S3Store)
+    store._put(".claims/attempts/000001/number-000000001-dead", b"")
+    store._put(".claims/attempts/000001/choosing-dead", b"")
+    assert store.create("attempts/000001", b"mine") is True
+    assert store.create("attempts/000001", b"other") is False
+    assert list(store._keys(".claims/")) == []
+
+
+def test_a_server_that_ignores_the_condition_is_found_out(
+    moto_server: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = s3_client._Connection.request
+
+    async def without(connection, operation, arguments, receive):
+        arguments = {k: v for k, v in arguments.items() if k != "IfNoneMatch"}
+        return await inner(connection, operation, arguments, receive)
+
+    monkeypatch.setattr(s3_client._Connection, "request", without)
+    store = open_store(url_at(moto_server))
+    assert store.capabilities.conditional_create
+    assert store.create("a", b"1") is True
+    assert not store.capabilities.conditional_create
+    assert store.create("a", b"2") is False
+    assert read_all(store, "a") == b"1"
+
+
+def test_a_large_object_takes_as_much_memory_as_its_parts_under_way(
+    moto_server: Process,
+) -> None:
+    part = 5 << 20
+    store = open_store(url_at(moto_server, part_mib=5, connections=2))
+    store.write("warm", [bytes(part + 1)])
+    piece = bytes(1 << 20)
+    tracemalloc.start()
+    try:
+        assert store.write("large", (piece for _ in range(60))) == 60 << 20
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 6 * part
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_a_server_that_ends_amid_an_object_and_comes_back(
+    weed_server: Process, number: signal.Signals
+) -> None:
+    again = open_store(url_at(weed_server, part_mib=5, timeout_s=60))
+    again.write("before", [b"kept"])
+    store = open_store(url_of(again, timeout_s=3))
+    assert isinstance(store, S3Store)
+    piece = bytes(5 << 20)
+
+    def broken() -> Iterator[bytes]:
+        yield piece
+        yield piece
+        weed_server.signal(number)
+        yield piece
+        yield piece
+
+    try:
+        with pytest.raises(StoreError, match=BUCKET) as told:
+            store.write("amid", broken())
+        assert told.value.retryable
+        assert store.retries > 0
+    finally:
+        if number == signal.SIGSTOP:
+            weed_server.signal(signal.SIGCONT)
+        else:
+            weed_server.kill()
+            weed_server.start()
+    again.sweep()
+    assert again.sweep() == 0
+    assert {e.name for e in again.list()} == {"before"}
+    assert read_all(again, "before") == b"kept"
+    assert again.write("amid", [piece, piece, piece]) == 3 * len(piece)
+    assert read_all(again, "amid") == bytes(3 * len(piece))
+
+
+def url_of(store: Store, **options: object) -> str:
+    where, _, query = store.url.partition("?")
+    return f"{where}?{urlencode({**dict(parse_qsl(query)), **options})}"
+
+
+# --- what is wrong from the start ----------------------------------------------
+
+
+def assert_no_secret(text: str) -> None:
+    for secret in (KEY, SECRET, SECRET[::-1], quote(SECRET, safe="")):
+        assert secret not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "bucket", "says", "retryable"),
+    [
+        ({}, "no-such-bucket", "NoSuchBucket", False),
+        ({"profile": "wrong"}, BUCKET, "SignatureDoesNotMatch", False),
+        ({"profile": "none"}, BUCKET, "ProfileNotFound", False),
+        ({"endpoint": "http://127.0.0.1:9", "timeout_s": 1}, BUCKET, "127.0.0.1:9", True),
+    ],
+)
+def test_what_is_wrong_is_said_once_and_without_secrets(
+    weed_server: Process,
+    moto_server: Process,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, object],
+    bucket: str,
+    says: str,
+    retryable: bool,
+) -> None:
+    caplog.set_level(logging.DEBUG, "asymcheck")
+    # SeaweedFS fails with HTTP 500 where there is no bucket.
+    server = weed_server if bucket == BUCKET else moto_server
+    query = urlencode({"endpoint": server.endpoint, "timeout_s": 20, **options})
+    store = open_store(f"s3://{bucket}/runs?{query}")
+    calls: list[Callable[[], object]] = [
+        store.prepare,
+        lambda: store.write("a", [b"a"]),
+        lambda: store.create("a", b"a"),
+        lambda: read_all(store, "a"),
+        lambda: list(store.list()),
+        store.sweep,
+    ]
+    for call in calls:
+        with pytest.raises(StoreError) as told:
+            call()
+        assert bucket in str(told.value)
+        assert told.value.retryable is retryable
+        assert_no_secret("".join(traceback.format_exception(told.value)))
+        if call == store.prepare:
+            assert says in str(told.value)
+    assert_no_secret(caplog.text)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKIAX:s3cr3t@bucket/runs",
+        "s3://bucket/runs?endpoint=http://AKIAX:s3cr3t@host:9000",
+        "s3://bucket/runs?secret=s3cr3t",
+        "s3://bucket/runs?aws_secret_access_key=s3cr3t",
+        "s3://bucket/runs?endpoint=host:9000",
+        "s3://bucket/a//b",
+        "s3://bucket/../b",
+        "s3:///runs",
+        "s3://bucket?connections=0",
+        "s3://bucket?part_mib=4",
+        "s3://bucket?timeout_s=nan",
+        "s3://bucket?conditional=always",
+    ],
+)
+def test_a_wrong_url_is_refused_without_showing_what_is_secret(url: str) -> None:
+    with pytest.raises(OptionError) as told:
+        open_store(url)
+    assert "s3cr3t" not in str(told.value)
+
+
+def test_a_url_opens_the_same_place_whatever_its_options() -> None:
+    url = (
+        "s3://bucket/a%20b/%C3%A9?endpoint=http%3A%2F%2Fhost%3A9000&region=eu-1&profile=p"
+        "&connections=8&timeout_s=12.5&part_mib=64&conditional=never"
+    )
+    store = open_store(url)
+    assert store.url == url
+    assert open_store(store.url).capabilities == store.capabilities
+    assert open_store("s3://bucket").url == "s3://bucket"
+
+
+# --- whole checkpoints -----------------------------------------------------------
+
+
+def trained(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))
+    optimizer = torch.optim.Adam(model.parameters())
+    return model, optimizer
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(4, 512)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("persist", ["process", "thread"])
+def test_a_training_is_saved_and_restored_bit_for_bit(
+    weed_server: Process, persist: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "asymcheck")
+    url = url_at(weed_server, part_mib=5)
+    model, optimizer = trained(0)
+    with Checkpointer(
+        url, state={"model": model, "optim": optimizer}, every_steps=1, keep_last=2, persist=persist
+    ) as ckpt:
+        assert ckpt.restore() == 0
+        for step in range(1, 5):
+            train(model, optimizer)
+            ckpt.save(step)
+            ckpt.wait()
+        assert ckpt.steps() == [3, 4]
+    again, other = trained(1)
+    with Checkpointer(
+        url, state={"model": again, "optim": other}, every_steps=1, persist=persist
+    ) as ckpt:
+        assert ckpt.restore() == 4
+    for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        for key, value in optimizer.state[ours].items():
+            assert torch.equal(value, other.state[theirs][key])
+    store = open_store(url)
+    for entry in store.list():
+        stored = read_all(store, entry.name)
+        assert KEY.encode() not in stored
+        assert SECRET.encode() not in stored
+    assert_no_secret(caplog.text)
+    assert_no_secret(store.url)
+
+
+def test_a_place_that_holds_something_else_is_refused(moto_server: Process) -> None:
+    store = open_store(url_at(moto_server))
+    store.write("photos/cat.jpg", [b"miau"])
+    with pytest.raises(OptionError, match="photos"):
+        Checkpointer(store.url, state={"model": torch.nn.Linear(2, 2)}).restore()

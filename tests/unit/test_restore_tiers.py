@@ -1,0 +1,250 @@
+"""A training restores from whatever tier still has its checkpoint, and mends the others."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from asymcheck import Checkpointer, Strategy, Tier
+from asymcheck.errors import CheckpointWarning, CorruptCheckpoint, NoCheckpoint
+from asymcheck.planning.retention import CheckpointId
+from asymcheck.planning.selection import Selection
+from asymcheck.storage.manifest import parse_manifest
+from asymcheck.storage.memory import MemoryStore
+from asymcheck.storage.names import index_name, manifest_name, pack_name
+from asymcheck.storage.store import Store, read_all
+from asymcheck.testing.children import TIMEOUT_S
+from asymcheck.testing.faulty import Fault, FaultyStore
+
+TWO = CheckpointId(1, 2)
+DELTAS = Strategy(selection=Selection(rule="smallest", delta=True))
+
+
+def flip(store: Store, name: str, at: int = 0) -> None:
+    data = bytearray(read_all(store, name))
+    data[at] ^= 0x10
+    store.write(name, [data])
+
+
+def everything(store: Store) -> dict[str, bytes]:
+    return {entry.name: read_all(store, entry.name) for entry in store.list()}
+
+
+def copy(source: Store, target: Store) -> None:
+    for name, data in everything(source).items():
+        target.write(name, [data])
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((40_000,), value), "b": torch.full((8,), value + 0.5)}
+
+
+def is_state(found: dict[str, torch.Tensor], value: float) -> bool:
+    return all(torch.equal(found[name], tensor) for name, tensor in state(value).items())
+
+
+@pytest.fixture
+def home() -> MemoryStore:
+    """Two checkpoints of one run."""
+    store = MemoryStore("home")
+    live = state(1.0)
+    with Checkpointer(store, state=live, persist="thread") as ckpt:
+        ckpt.restore()
+        for step in (1, 2):
+            for name, tensor in state(float(step)).items():
+                live[name].copy_(tensor)
+            ckpt.save(step)
+    return store
+
+
+@pytest.fixture
+def far(home: MemoryStore) -> MemoryStore:
+    store = MemoryStore("far")
+    copy(home, store)
+    return store
+
+
+class Resumed:
+    """What a new start of the training found."""
+
+    def __init__(self, root: Store, *tiers: Store | Tier, **options: object) -> None:
+        self.live = state(0.0)
+        options.setdefault("persist", "thread")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CheckpointWarning)
+            with Checkpointer(root, state=self.live, tiers=tiers, **options) as ckpt:
+                self.step = ckpt.restore()
+                self.report = ckpt.report
+                self.steps = ckpt.steps()
+        self.warned = [str(w.message) for w in caught if w.category is CheckpointWarning]
+
+    @property
+    def served(self) -> dict[str, int]:
+        return {served.tier: served.nbytes for served in self.report.served}
+
+
+def test_the_report_says_what_each_tier_gave(home: MemoryStore, far: MemoryStore) -> None:
+    found = Resumed(home, far)
+    assert (found.step, is_state(found.live, 2.0), found.warned) == (2, True, [])
+    assert list(found.served) == ["memory://home", "memory://far"]
+    assert found.served["memory://home"] > 0
+    assert found.served["memory://far"] == 0
+    assert all(served.duration_s >= 0 for served in found.report.served)
+
+
+def test_a_new_host_with_an_empty_root_resumes_from_a_tier(far: MemoryStore) -> None:
+    found = Resumed(MemoryStore("new"), far)
+    assert (found.step, is_state(found.live, 2.0), found.steps) == (2, True, [1, 2])
+    assert found.served["memory://far"] > 0
+
+
+def test_reading_only_needs_no_root_where_a_tier_has_the_run(far: MemoryStore) -> None:
+    root = MemoryStore("none")
+    found = Resumed(root, far, read_only=True)
+    assert (found.step, is_state(found.live, 2.0)) == (2, True)
+    assert everything(root) == {}
+
+
+@pytest.mark.parametrize(
+    "name", [pack_name(TWO, 0, 1), index_name(TWO, 0), manifest_name(TWO), "FORMAT", "RUN.json"]
+)
+def test_what_is_damaged_in_the_root_is_restored_from_a_tier_and_healed(
+    home: MemoryStore, far: MemoryStore, name: str
+) -> None:
+    before = read_all(home, name)
+    flip(home, name)
+    found = Resumed(home, far)
+    assert (found.step, is_state(found.live, 2.0)) == (2, True)
+    assert read_all(home, name) == before
+    assert any("written anew" in message for message in found.warned)
+    if name not in ("FORMAT", "RUN.json"):
+        assert {(bad.tier, bad.name) for bad in found.report.damaged} == {("memory://home", name)}
+        (healed,) = found.report.healed
+        assert (healed.tier, healed.name, healed.nbytes) == ("memory://home", name, len(before))
+
+
+@pytest.mark.parametrize("name", ["FORMAT", "RUN.json"])
+def test_what_says_whose_a_tier_is_heals_at_the_start(
+    home: MemoryStore, far: MemoryStore, name: str
+) -> None:
+    before = read_all(far, name)
+    flip(far, name)
+    found = Resumed(home, far)
+    assert (found.step, read_all(far, name)) == (2, before)
+    assert any("written anew" in message for message in found.warned)
+
+
+def test_a_root_that_is_of_no_run_is_not_taken_for_a_damaged_one(far: MemoryStore) -> None:
+    root = MemoryStore("else")
+    root.write("FORMAT", [b"something"])
+    root.write("thesis.txt", [b"mine"])
+    before = everything(root)
+    with pytest.raises(CorruptCheckpoint, match="somebody else's"):
+        Checkpointer(root, state=state(0.0), tiers=(far,))
+    assert everything(root) == before
+
+
+def test_who_only_reads_heals_nothing(home: MemoryStore, far: MemoryStore) -> None:
+    flip(home, pack_name(TWO, 0, 1))
+    before = everything(home)
+    found = Resumed(home, far, read_only=True)
+    assert (found.step, is_state(found.live, 2.0), found.report.healed) == (2, True, ())
+    assert everything(home) == before
+    assert len(found.report.damaged) == 1
+
+
+def test_damage_in_all_tiers_falls_back_to_the_one_before_and_says_so(
+    home: MemoryStore, far: MemoryStore
+) -> None:
+    flip(home, pack_name(TWO, 0, 1))
+    flip(far, pack_name(TWO, 0, 1))
+    found = Resumed(home, far)
+    assert (found.step, is_state(found.live, 1.0)) == (1, True)
+    ((step, why),) = found.report.skipped
+    assert (step, "no copy is whole" in why, "memory://far" in why) == (2, True, True)
+    assert any("step 2 is damaged" in message for message in found.warned)
+
+
+def test_a_step_that_is_whole_in_no_tier_is_put_together_from_two(
+    home: MemoryStore, far: MemoryStore
+) -> None:
+    home.delete(pack_name(TWO, 0, 1))
+    far.delete(index_name(TWO, 0))
+    whole = everything(home) | everything(far)
+    found = Resumed(home, far)
+    assert (found.step, is_state(found.live, 2.0)) == (2, True)
+    now = everything(home)
+    assert {name: now[name] for name in whole} == whole
+    assert read_all(far, index_name(TWO, 0)) == whole[index_name(TWO, 0)]
+
+
+def test_a_tier_that_dies_in_the_middle_of_a_restore_is_done_without(
+    home: MemoryStore, far: MemoryStore
+) -> None:
+    dying = FaultyStore(home, Fault(at=2, times=0, op="read", name="*.pack"))
+    found = Resumed(dying, far)
+    assert (found.step, is_state(found.live, 2.0)) == (2, True)
+    assert found.served["memory://far"] > 0
+
+
+def test_a_tier_that_cannot_be_reached_is_left_out_with_one_warning(
+    home: MemoryStore, far: MemoryStore
+) -> None:
+    gone = FaultyStore(far, Fault(at=1, times=0))
+    found = Resumed(home, Tier(gone, name="gone"))
+    assert (found.step, is_state(found.live, 2.0)) == (2, True)
+    assert [tier for tier, _ in found.report.unreachable] == ["gone"]
+    assert sum("was left out" in message for message in found.warned) == 1
+
+
+def test_a_start_from_nothing_beside_a_tier_out_of_reach_is_said_or_refused() -> None:
+    flaky = FaultyStore(MemoryStore("far"))
+    live = state(0.0)
+    with Checkpointer(MemoryStore("new"), state=live, tiers=(flaky,), persist="thread") as ckpt:
+        flaky.fault = Fault(at=1, times=0, op="list")
+        with pytest.raises(NoCheckpoint, match="may have some"):
+            ckpt.restore(resume="must")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CheckpointWarning)
+            assert ckpt.restore() == 0
+        assert any("starts from nothing" in str(w.message) for w in caught)
+        flaky.fault = Fault(do="none")
+
+
+def test_a_tier_with_a_newer_step_than_the_root_is_resumed_from(
+    home: MemoryStore, far: MemoryStore
+) -> None:
+    for name in list(everything(home)):
+        if name.startswith("step-00000002"):
+            home.delete(name)
+    found = Resumed(home, far)
+    assert (found.step, is_state(found.live, 2.0)) == (2, True)
+
+
+def test_a_delta_finds_its_base_in_a_farther_tier() -> None:
+    torch.manual_seed(3)
+    home, far = MemoryStore("home"), MemoryStore("far")
+    model = torch.nn.Linear(600, 200)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    live = {"m": model, "o": optimizer}
+    with Checkpointer(home, state=live, strategy=DELTAS, persist="thread") as ckpt:
+        ckpt.restore()
+        for step in (1, 2, 3):
+            with torch.no_grad():
+                model.weight[:5] += 1
+            ckpt.save(step)
+            assert ckpt.wait(TIMEOUT_S)
+    assert parse_manifest(read_all(home, manifest_name(CheckpointId(1, 3))), "it").base is not None
+    copy(home, far)
+    expected = model.weight.detach().clone()
+    for name in list(everything(home)):
+        if name.startswith("step-00000001"):
+            home.delete(name)
+    with torch.no_grad():
+        model.weight.zero_()
+    with Checkpointer(home, state=live, tiers=(far,), persist="thread") as ckpt:
+        assert ckpt.restore() == 3
+        assert torch.equal(model.weight, expected)
+        assert all(served.nbytes for served in ckpt.report.served)
