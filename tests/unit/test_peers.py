@@ -6,8 +6,10 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiohttp
@@ -24,6 +26,7 @@ from asymcheck.storage.peers.secret import Address, read_secret
 from asymcheck.storage.peers.words import Line, greet_as_client
 from asymcheck.storage.store import Store, open_store, read_all
 from asymcheck.testing.agents import Agents
+from asymcheck.testing.children import TIMEOUT_S
 
 SECRET = b"a secret of more than sixteen bytes"
 
@@ -264,3 +267,26 @@ def test_messages_that_are_too_long_take_no_memory(agents: Agents) -> None:
     finally:
         tracemalloc.stop()
     assert read_all(store, "kept") == b"kept"
+
+
+def test_threads_that_read_one_object_go_on_when_its_host_is_lost(agents: Agents) -> None:
+    store = open_store(agents.url(query="timeout_s=5"))
+    data = bytes(range(256)) * 4096
+    store.write("some.pack", [data])
+    readers = 4
+    gate = threading.Barrier(readers + 1)
+
+    def read() -> bool:
+        into = bytearray(len(data))
+        opened.readinto(0, memoryview(into))  # where the own host still is
+        for _ in range(2):  # every thread is between two reads while the host goes
+            gate.wait(TIMEOUT_S)
+        opened.readinto(0, memoryview(into))
+        return into == data
+
+    with store.open("some.pack") as opened, ThreadPoolExecutor(readers) as pool:
+        jobs = [pool.submit(read) for _ in range(readers)]
+        gate.wait(TIMEOUT_S)
+        agents.stop(0)
+        gate.wait(TIMEOUT_S)
+        assert all(job.result(TIMEOUT_S) for job in jobs)

@@ -269,6 +269,7 @@ class Copies:
         self.entry = entry
         self._links = links
         self._opened: Opened | None = None
+        self._changing = asyncio.Lock()
 
     async def next_one(self) -> bool:
         """Open it at the next agent that still has it; whether there is one."""
@@ -300,11 +301,14 @@ class Copies:
                     at += len(piece)
                 return
             except PeerFailed as failure:
-                if self._opened is opened and not await self.next_one():
-                    self._opened = None
-                    raise StoreError(
-                        f"read {self.name}: {failure}, and no other agent has it", retryable=True
-                    ) from failure
+                # Several threads may meet the same failure: the first finds the next agent.
+                async with self._changing:
+                    if self._opened is opened and not await self.next_one():
+                        self._opened = None
+                        raise StoreError(
+                            f"read {self.name}: {failure}, and no other agent has it",
+                            retryable=True,
+                        ) from failure
         raise StoreError(f"read {self.name}: no agent has it any more", retryable=True)
 
     async def close(self) -> None:
