@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
 import socket
+import struct
 import threading
 import uuid
 from collections.abc import Callable
@@ -25,6 +27,7 @@ T = TypeVar("T")
 
 _SLACK_S = 2.0
 _CONNECT_S = 5.0
+_ADDRESS_OF = 0x8915  # SIOCGIFADDR
 
 
 class RankStore:
@@ -153,8 +156,20 @@ def _addresses() -> list[list[str]]:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((far, 9))
             numbers.add(str(probe.getsockname()[0]))
+    numbers |= of_interfaces()  # where there is no way to far addresses
     others = [a for a in [*sorted(names), *sorted(numbers)] if not a.startswith(("127.", "::1"))]
     return [[host(), "127.0.0.1"], *(["", a] for a in others)]
+
+
+def of_interfaces() -> set[str]:
+    """The IPv4 addresses of this host's network interfaces, loopback too."""
+    found = set()
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # one without an address
+                answer = fcntl.ioctl(probe, _ADDRESS_OF, struct.pack("256s", name.encode()))
+                found.add(socket.inet_ntoa(answer[20:24]))
+    return found
 
 
 def host() -> str:

@@ -22,7 +22,7 @@ from asymcheck_lab.chaos_stage import FAULTS, MOMENTS, Case, Disk, Verdict
 from asymcheck_lab.errors import LabError, RunError, UsageError
 
 NOT_HERE: Mapping[str, str] = {
-    "peer killed": "checkpoints in the memory of peer hosts are no tier of this release",
+    "peer killed": "tried on hosts in network namespaces instead: tests/extra/test_peer_hosts.py",
 }
 """Failures of the matrix that cannot be tried, and why."""
 
