@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -194,6 +196,44 @@ def add_many_small(
                     f"{found.save_s:.2f} s (stall {found.stall_s:.2f} s), the second time "
                     f"{found.again_s:.2f} s; loaded in {found.load_s:.2f} s"
                 )
+
+
+def add_tiers(
+    app: typer.Typer, readable_errors: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Add ``tiers``; as ``add_bench``."""
+
+    @app.command()
+    def tiers(
+        tier: Annotated[
+            list[str] | None,
+            typer.Option("--tier", help="A place to restore from as well; repeat it"),
+        ] = None,
+        mib: Annotated[int, typer.Option(help="Size of the state, in MiB")] = 1024,
+        rounds: Annotated[int, typer.Option(help="How often each is measured")] = 3,
+        folder: FolderOption = Path("runs/tiers"),
+        results: Annotated[Path, typer.Option(help="Gets a JSON line for each restore")] = Path(
+            "results/tiers.jsonl"
+        ),
+        docs: PageOption = None,
+    ) -> None:
+        """Restore out of shared memory, a root and each --tier, and say what that took."""
+        with readable_errors():
+            from asymcheck_lab.bench import append_record, describe_session
+            from asymcheck_lab.bench_report import write_into
+            from asymcheck_lab.tiers_bench import BEGIN, END, measure_tiers, render
+
+            found = measure_tiers(mib=mib, rounds=rounds, tiers=tier or [], folder=folder)
+            command = f"asymlab tiers --mib {mib} --rounds {rounds}"
+            command += f" with {len(tier)} tiers" if tier else ""
+            session = describe_session(command, folder, sorted(os.sched_getaffinity(0)), schema=1)
+            records = [{**session, **asdict(one)} for one in found]
+            for record in records:
+                append_record(results, record)
+            text = render(records)
+            typer.echo(text)
+            if docs is not None:
+                write_into(docs, text, BEGIN, END)
 
 
 def _bench(
