@@ -207,7 +207,7 @@ def add_tiers(
     def tiers(
         tier: Annotated[
             list[str] | None,
-            typer.Option("--tier", help="A place to restore from as well; repeat it"),
+            typer.Option("--tier", help="Another place, URL or NAME=URL; repeat it"),
         ] = None,
         mib: Annotated[int, typer.Option(help="Size of the state, in MiB")] = 1024,
         rounds: Annotated[int, typer.Option(help="How often each is measured")] = 3,

@@ -61,7 +61,8 @@ def measure_tiers(
     Args:
         mib: Size of the state, in MiB.
         rounds: How often.
-        tiers: Further places; what is written there stays.
+        tiers: URLs of further places, each with ``NAME=`` in front or spoken of by its scheme;
+            what is written there stays.
         folder: The root goes below it, and is removed at the end.
 
     Raises:
@@ -89,7 +90,7 @@ def _round(number: int, mib: int, tiers: Sequence[str], folder: Path) -> list[Ti
     found = []
     with run_root(folder) as scratch:
         root = str(scratch / "root")
-        places = [Tier(f"{_below(url)}round-{number}-{os.getpid()}{_query(url)}") for url in tiers]
+        places = [_place(text, f"round-{number}-{os.getpid()}") for text in tiers]
         with Checkpointer(root, state={"m": saved}, tiers=places, ranks="alone") as ckpt:
             ckpt.restore()
             ckpt.save(1)
@@ -97,7 +98,7 @@ def _round(number: int, mib: int, tiers: Sequence[str], folder: Path) -> list[Ti
                 if not ckpt.wait(_WAIT_S, tier=tier.label):
                     raise RunError(f"tier {tier.label} did not get its checkpoint")
         memcpy_s = _memcpy_s(saved)
-        for name, url in ((ROOT, root), *((spoken_url(t.label), str(t.url)) for t in places)):
+        for name, url in ((ROOT, root), *((t.name, str(t.url)) for t in places)):
             spent = _restore(url, saved, mib, read_only=True)
             found.append(TierSeconds(name, number, _nbytes(saved), spent, memcpy_s))
         other = str(scratch / "memory")
@@ -154,12 +155,12 @@ def _memcpy_s(module: nn.Module) -> float:
     return perf_counter() - begin_s
 
 
-def _below(url: str) -> str:
-    return url.partition("?")[0].rstrip("/") + "/"
-
-
-def _query(url: str) -> str:
-    return "".join(url.partition("?")[1:])
+def _place(text: str, folder: str) -> Tier:
+    name, _, url = text.partition("=")
+    if "/" in name or not url:
+        name, url = text.partition("://")[0], text
+    where, mark, query = url.partition("?")
+    return Tier(f"{where.rstrip('/')}/{folder}{mark}{query}", name=name)
 
 
 def render(records: Sequence[Mapping[str, Any]]) -> str:

@@ -96,8 +96,12 @@ class Child:
             AssertionError: It took too long.
         """
         until_s = monotonic() + timeout_s
-        while self._read(until_s - monotonic()):
-            pass
+        while True:
+            both = [self._reading, self._watch]
+            ready = select.select(both, [], [], max(0.0, until_s - monotonic()))[0]
+            # Once it has ended nothing more comes, though a fork of it may hold the pipe.
+            if self._reading not in ready or not self._read(0.0):
+                break
         left_s = max(0.0, until_s - monotonic())
         in_time = bool(select.select([self._watch], [], [], left_s)[0])
         if not in_time:
