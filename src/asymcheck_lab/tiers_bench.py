@@ -157,7 +157,7 @@ def _memcpy_s(module: nn.Module) -> float:
 
 def _place(text: str, folder: str) -> Tier:
     name, _, url = text.partition("=")
-    if "/" in name or not url:
+    if "://" in name or not url:
         name, url = text.partition("://")[0], text
     where, mark, query = url.partition("?")
     return Tier(f"{where.rstrip('/')}/{folder}{mark}{query}", name=name)
