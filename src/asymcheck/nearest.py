@@ -6,25 +6,26 @@ torch: nothing of the training is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from asymcheck.capture import CanaryWatch, parse_capture
-from asymcheck.decoding import Decoding
+from asymcheck.choosing import choose_from
+from asymcheck.decoding import verify
 from asymcheck.errors import CheckpointError, NoCheckpoint, OptionError
-from asymcheck.memory.arena import SHARED_MEMORY, Slot, SlotState
+from asymcheck.memory.arena import SHARED_MEMORY, Slot, SlotState, rank_of
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.repair import Remnant, remnants
 from asymcheck.storage.copies import BadCopy, Place, Served
 from asymcheck.storage.healing import Healed, heal
 from asymcheck.storage.hierarchy import Hierarchy
+from asymcheck.storage.manifest import Manifest
 from asymcheck.storage.mirror import copy_checkpoint, open_copy, share_attempts
 from asymcheck.storage.names import manifest_name
 from asymcheck.storage.repository import open_repository
 from asymcheck.storage.runs import read_run
-from asymcheck.storage.suspects import spoken_mark
 
 IN_MEMORY = "shared memory"
 
@@ -121,32 +122,22 @@ def decide(
     """
     hierarchy = Hierarchy(places, _one_run(places), limit_s)
     listing = hierarchy.survey()
-    lineage = hierarchy.lineage(listing)
-    wanted = [at for at in reversed(lineage) if step in (None, at.step)]
-    if step is not None and not wanted:
-        wanted = sorted((at for at in listing.committed if at.step == step), reverse=True)[:1]
+    wanted, passed = choose_from(hierarchy, listing, step)
+    sizes = hierarchy.copies.sizes()  # before anything is read, which may take long
     slots = list(_slots(hierarchy, directory))
     held = [s.remnant.at for s in slots if s.fate == "persisted" and s.remnant.at]
     newest = max(held, default=None)
+    candidates = [Candidate(at, why) for at, why in sorted(passed, reverse=True)]
     better = wanted[0] if wanted else CheckpointId(0, 0)
-    passed = {at: spoken_mark(hierarchy.copies, at) for at in listing.suspects if at > better}
-    passed |= {d.at: d.why for d in listing.damaged if d.at > better}
-    candidates = [
-        Candidate(at, passed[at])
-        for at in sorted(passed, reverse=True)
-        if step in (None, at.step) and at not in wanted
-    ]
     if newest is not None and newest > better and step in (None, newest.step):
         return _decision(hierarchy, slots, candidates, newest, IN_MEMORY)
     for at in wanted:
         served = dict(hierarchy.copies.notes.served)
-        try:
-            _read(hierarchy, at)
-        except CheckpointError as failure:
-            candidates.append(Candidate(at, str(failure), _standings(hierarchy, at)))
-            continue
-        candidates.append(Candidate(at, "", _standings(hierarchy, at)))
-        return _decision(hierarchy, slots, candidates, at, "tiers", served)
+        damage = next(verify(hierarchy, at), None)
+        tiers = _standings(hierarchy, sizes, listing.committed[at])
+        candidates.append(Candidate(at, "" if damage is None else damage.why, tiers))
+        if damage is None:
+            return _decision(hierarchy, slots, candidates, at, "tiers", served)
     return _decision(hierarchy, slots, candidates, None, "")
 
 
@@ -204,7 +195,8 @@ def _one_run(places: Sequence[Place]) -> str:
 
 def _slots(hierarchy: Hierarchy, directory: Path) -> Iterator[InMemory]:
     newest = hierarchy.newest_attempt()
-    for remnant in remnants(hierarchy.run, directory):
+    found = remnants(hierarchy.run, directory)
+    for remnant in found:
         if remnant.slot.is_at_work:
             yield InMemory(remnant, "persisted" if remnant.slot.is_sealed else "freed")
         elif not remnant.slot.is_sealed or remnant.at is None:
@@ -213,12 +205,16 @@ def _slots(hierarchy: Hierarchy, directory: Path) -> Iterator[InMemory]:
             why = f"attempt {newest} has claimed the root since"
             yield InMemory(remnant, "kept", why)
         else:
-            why = _why_torn(remnant.slot.path) or _who_lacks(hierarchy, remnant, directory)
+            same = [r for r in found if r.slot.is_sealed and r.at == remnant.at]
+            why = _why_lost(hierarchy, remnant, {rank_of(r.slot.path) for r in same})
             yield InMemory(remnant, "freed" if why else "persisted", why)
 
 
-def _why_torn(path: Path) -> str:
-    """Why a sealed slot would be refused; empty where its canaries agree with its bytes."""
+def _why_lost(hierarchy: Hierarchy, remnant: Remnant, here: set[int]) -> str:
+    """Why a sealed slot comes to nothing: its canaries do not agree with its bytes, or a rank is
+    neither ``here`` nor in the root. Empty where it is whole.
+    """
+    path = remnant.slot.path
     try:
         slot = Slot.open(path)
     except (OSError, ValueError) as failure:
@@ -232,63 +228,32 @@ def _why_torn(path: Path) -> str:
             watch.compare(extent, image)
         torn = watch.torn_leaf
         del watch, image
-        return "" if torn is None else f"{torn!r} changed while it was copied"
     except CheckpointError as failure:
         return str(failure)
     finally:
         slot.close(unlink=False)
-
-
-def _who_lacks(hierarchy: Hierarchy, remnant: Remnant, directory: Path) -> str:
-    """Which ranks of a checkpoint in memory are neither here nor in the root."""
-    assert remnant.at is not None, "it is sealed"
-    slot = Slot.open(remnant.slot.path)
-    try:
-        world = parse_capture(slot.meta, str(remnant.slot.path)).world
-    finally:
-        slot.close(unlink=False)
-    if world == 1:
+    if torn is not None:
+        return f"{torn!r} changed while it was copied"
+    if capture.world == 1:
         return ""
-    here = set()
-    for other in remnants(hierarchy.run, directory):
-        if other.at == remnant.at and other.slot.is_sealed:
-            found = Slot.open(other.slot.path)
-            here.add(parse_capture(found.meta, str(other.slot.path)).rank)
-            found.close(unlink=False)
     stored = open_repository(hierarchy.copies.places[0].store)
-    missing = sorted(set(stored.missing_ranks(remnant.at, world)) - here)
+    missing = sorted(set(stored.missing_ranks(capture.at, capture.world)) - here)
     return f"nothing is here of ranks {missing[:8]}" if missing else ""
 
 
-def _read(hierarchy: Hierarchy, at: CheckpointId) -> None:
-    """Read and decode every chunk, as a restore would; raises what one would raise."""
-    with hierarchy.open(at) as opened:
-        decoding = Decoding(opened)
-        for index in opened.indexes:
-            for chunk in index.chunks:
-                loaded = decoding.load(index, chunk, once=True)
-                loaded.raw()
-                loaded.release()
-
-
-def _standings(hierarchy: Hierarchy, at: CheckpointId) -> list[Standing]:
-    try:
-        with hierarchy.open(at) as opened:
-            objects = opened.manifest.objects
-    except CheckpointError:
-        return []
-    found = []
-    for place in hierarchy.copies.places:
-        sizes = hierarchy.copies.notes.listed.get(place.name)
-        if sizes is None:
-            sizes = {e.name: e.nbytes for e in place.store.list()} if _is_only(hierarchy) else {}
-        there = sum(sizes.get(o.name) == o.nbytes for o in objects) + (manifest_name(at) in sizes)
-        found.append(Standing(place.name, there, len(objects) + 1))
-    return found
-
-
-def _is_only(hierarchy: Hierarchy) -> bool:
-    return len(hierarchy.copies.places) == 1
+def _standings(
+    hierarchy: Hierarchy, sizes: Sequence[Mapping[str, int]], manifest: Manifest
+) -> list[Standing]:
+    """What each place has of a checkpoint, by what lies in it."""
+    objects, name = manifest.objects, manifest_name(manifest.at)
+    return [
+        Standing(
+            place.name,
+            sum(there.get(o.name) == o.nbytes for o in objects) + (name in there),
+            len(objects) + 1,
+        )
+        for place, there in zip(hierarchy.copies.places, sizes, strict=True)
+    ]
 
 
 def _decision(

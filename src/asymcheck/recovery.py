@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from asymcheck.choosing import choose_from
 from asymcheck.decoding import Decoding, Loaded
 from asymcheck.device.places import Sink
 from asymcheck.device.state import RestorePlan, State, tree_leaf_bytes
@@ -38,7 +39,7 @@ from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.index import RAW, TREE_KEY, Chunk, Index, Leaf
 from asymcheck.storage.listing import Listing
 from asymcheck.storage.reader import OpenCheckpoint
-from asymcheck.storage.suspects import MARKED, spoken_mark
+from asymcheck.storage.suspects import MARKED
 
 _LOOKS = 100
 """How often a restore looks again because a writer removed what it was about to read."""
@@ -223,34 +224,12 @@ def _notes_of(hierarchy: Hierarchy) -> dict[str, Any]:
 
 
 def _look(hierarchy: Hierarchy, step: int | None) -> Look:
-    """What may be restored, best first, and what is damaged or suspect and would have been better.
-
-    A suspect is loaded where it is asked for: so one can find out what is wrong with it.
-    """
+    """What may be restored, best first, and what would have been better and is passed over."""
     listing = hierarchy.survey()
-    candidates = _candidates(hierarchy, listing, step)
-    newest = candidates[0] if candidates else CheckpointId(0, 0)
-    passed = [
-        (at.step, spoken_mark(hierarchy.copies, at))
-        for at in sorted(listing.suspects)
-        if step is None and at > newest
-    ]
-    damaged = [
-        (d.at.step, d.why)
-        for d in listing.damaged
-        if (d.at > newest if step is None else d.at.step == step)
-    ]
-    if not candidates and not damaged and not passed:
+    candidates, passed = choose_from(hierarchy, listing, step)
+    if not candidates and not passed:
         raise NoCheckpoint(_none_there(hierarchy, listing, step))
-    return candidates, passed + damaged
-
-
-def _candidates(hierarchy: Hierarchy, listing: Listing, step: int | None) -> list[CheckpointId]:
-    lineage = hierarchy.lineage(listing)
-    if step is None:
-        return lineage[::-1]
-    found = [c for c in lineage if c.step == step]
-    return found or sorted((c for c in listing.committed if c.step == step), reverse=True)[:1]
+    return candidates, [(at.step, why) for at, why in passed]
 
 
 def _none_there(hierarchy: Hierarchy, listing: Listing, step: int | None) -> str:
