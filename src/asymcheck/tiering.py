@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from time import monotonic
 from typing import Any, TypeVar
 
 from asymcheck.errors import (
@@ -14,11 +13,11 @@ from asymcheck.errors import (
     ObjectNotFound,
     OptionError,
     StoreError,
-    as_checkpoint_error,
 )
 from asymcheck.planning.cadence import EverySeconds, EverySteps
 from asymcheck.planning.retention import CheckpointId, Parents, lineage_of
 from asymcheck.planning.tiers import Saved, Tier, due_in
+from asymcheck.storage.bounded import within
 from asymcheck.storage.listing import Listing
 from asymcheck.storage.manifest import Attempt, Manifest, dump_attempt
 from asymcheck.storage.mirror import open_copy, other_run, share_attempts
@@ -235,36 +234,6 @@ def rebuild_tiers(told: Sequence[dict[str, Any]]) -> list[tuple[Tier, Store]]:
 
 
 # --- the start ------------------------------------------------------------------
-
-
-def within(timeout_s: float, calls: Sequence[Callable[[], T]]) -> list[T | CheckpointError]:
-    """Make calls at the same time; what each returned or raised, an error where the time was over.
-
-    A call that hangs goes on alone, on a daemon thread.
-    """
-    found: list[T | CheckpointError] = [
-        StoreError(f"no answer within {timeout_s:g} seconds", retryable=True) for _ in calls
-    ]
-    done = list(found)
-
-    def make(at: int, call: Callable[[], T]) -> None:
-        try:
-            done[at] = call()
-        except BaseException as failure:  # noqa: BLE001  it is the caller's to see
-            done[at] = as_checkpoint_error(failure)
-
-    threads = [
-        threading.Thread(target=make, args=(at, call), name="asymcheck-tiers", daemon=True)
-        for at, call in enumerate(calls)
-    ]
-    for thread in threads:
-        thread.start()
-    until_s = monotonic() + timeout_s
-    for at, thread in enumerate(threads):
-        thread.join(max(0.0, until_s - monotonic()))
-        if not thread.is_alive():
-            found[at] = done[at]
-    return found
 
 
 class Tiers:

@@ -38,6 +38,7 @@ from asymcheck.rank_store import host
 from asymcheck.ranks import Ranks
 from asymcheck.recovery import RestoreReport
 from asymcheck.snapshotter import Snapshotter
+from asymcheck.storage.bounded import within
 from asymcheck.storage.copies import Place
 from asymcheck.storage.healing import heal_tops
 from asymcheck.storage.hierarchy import Hierarchy
@@ -46,7 +47,7 @@ from asymcheck.storage.names import attempt_name
 from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.runs import read_run
 from asymcheck.storage.store import Store
-from asymcheck.tiering import TierBoard, Tiers, hold_for, record_in, within
+from asymcheck.tiering import TierBoard, Tiers, hold_for, record_in
 from asymcheck.tracing import Tracer
 
 _ENDLESS_S = 1e8

@@ -17,6 +17,7 @@ from asymcheck.errors import OptionError, StoreError, SupersededWriter
 from asymcheck.planning.cadence import EverySeconds, EverySteps, OverheadBudget
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.tiers import Saved, due_in
+from asymcheck.storage.bounded import within
 from asymcheck.storage.memory import MemoryStore, open_memory
 from asymcheck.storage.names import attempt_name
 from asymcheck.storage.repository import create_repository, open_repository
@@ -31,7 +32,6 @@ from asymcheck.tiering import (
     describe_tiers,
     hold_for,
     rebuild_tiers,
-    within,
 )
 from asymcheck.tracing import read_trace
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
+from time import monotonic
 from typing import Any, TypeVar
+
+from asymcheck.errors import CheckpointError, StoreError, as_checkpoint_error
 
 T = TypeVar("T")
 
@@ -74,3 +77,39 @@ def _serve(orders: SimpleQueue[_Order | None]) -> None:
         except BaseException as failure:  # noqa: BLE001  it is the caller's to see
             done.set_exception(failure)
         del order, work, done  # they may hold much memory
+
+
+def within(
+    timeout_s: float, calls: Sequence[Callable[[], T]], late: Sequence[str] = ()
+) -> list[T | CheckpointError]:
+    """Make calls at the same time; what each returned or raised, an error where the time was over.
+
+    A call that hangs goes on alone, on a daemon thread.
+
+    Args:
+        timeout_s: For all of them together.
+        calls: What to call.
+        late: Of each the message where its time was over.
+    """
+    late = late or [f"no answer within {timeout_s:g} seconds"] * len(calls)
+    found: list[T | CheckpointError] = [StoreError(why, retryable=True) for why in late]
+    done = list(found)
+
+    def make(at: int, call: Callable[[], T]) -> None:
+        try:
+            done[at] = call()
+        except BaseException as failure:  # noqa: BLE001  it is the caller's to see
+            done[at] = as_checkpoint_error(failure)
+
+    threads = [
+        threading.Thread(target=make, args=(at, call), name="asymcheck-tiers", daemon=True)
+        for at, call in enumerate(calls)
+    ]
+    for thread in threads:
+        thread.start()
+    until_s = monotonic() + timeout_s
+    for at, thread in enumerate(threads):
+        thread.join(max(0.0, until_s - monotonic()))
+        if not thread.is_alive():
+            found[at] = done[at]
+    return found

@@ -7,14 +7,15 @@ passes: a repository of one store is read in the same way as a hierarchy of many
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from time import monotonic, perf_counter
+from functools import partial
+from time import perf_counter
 from typing import Literal, TypeVar
 
 from asymcheck.errors import CheckpointError, CorruptCheckpoint, ObjectNotFound, StoreError
+from asymcheck.storage.bounded import within
 from asymcheck.storage.store import Readable, Store, read_all
 
 T = TypeVar("T")
@@ -133,11 +134,6 @@ class Copies:
         """The copies of one place alone, with notes of their own."""
         return Copies([place], self._limit_s)
 
-    def without(self, place: Place) -> Copies | None:
-        """The copies of the others, with notes of their own; ``None`` where there are none."""
-        others = [p for p in self.places if p is not place and p.name not in self.notes.unreachable]
-        return Copies(others, self._limit_s) if others else None
-
     # --- listing --------------------------------------------------------------
 
     def sizes(self, prefix: str = "") -> list[dict[str, int]]:
@@ -151,18 +147,25 @@ class Copies:
         asked = [p for p in self.places if p.name not in self.notes.unreachable]
         if len(self.places) == 1:
             return [_sizes(self.places[0].store, prefix)]
-        asking = [(place, _Asked(lambda p=place: _sizes(p.store, prefix))) for place in asked]  # type: ignore[misc]
-        until_s = monotonic() + self._limit_s
+        answers = within(
+            self._limit_s,
+            [partial(_sizes, place.store, prefix) for place in asked],
+            [
+                f"{place.name}: expected a listing within {self._limit_s:g} s, found none: look at "
+                f"its network or mount"
+                for place in asked
+            ],
+        )
         found: dict[str, dict[str, int]] = {}
         first: StoreError | None = None
-        for place, asked_it in asking:
-            try:
-                found[place.name] = asked_it.answer(until_s, place.name, self._limit_s)
-            except StoreError as failure:
-                if place.must_answer:
-                    raise
-                self.notes.unreachable[place.name] = str(failure)
-                first = first or failure
+        for place, answer in zip(asked, answers, strict=True):
+            if not isinstance(answer, CheckpointError):
+                found[place.name] = answer
+                continue
+            if place.must_answer or not isinstance(answer, StoreError):
+                raise answer
+            self.notes.unreachable[place.name] = str(answer)
+            first = first or answer
         if not found:
             raise first or StoreError(
                 f"no copy can be reached: {self.notes.unreachable}", retryable=True
@@ -311,36 +314,6 @@ class OpenCopies:
             return None, nbytes
 
         self._copies._first_good(self._name, offset, there)
-
-
-class _Asked:
-    """A listing on its way, in a thread that is given up when it takes too long."""
-
-    def __init__(self, work: Callable[[], dict[str, int]]) -> None:
-        self._answer: dict[str, int] | None = None
-        self._failure: BaseException | None = None
-
-        def run() -> None:
-            try:
-                self._answer = work()
-            except BaseException as failure:  # noqa: BLE001  raised by whoever asked
-                self._failure = failure
-
-        self._thread = threading.Thread(target=run, name="asymcheck-list", daemon=True)
-        self._thread.start()
-
-    def answer(self, until_s: float, name: str, limit_s: float) -> dict[str, int]:
-        self._thread.join(max(0.0, until_s - monotonic()))
-        if self._thread.is_alive():
-            raise StoreError(
-                f"{name}: expected a listing within {limit_s:g} s, found none: look at its "
-                f"network or mount",
-                retryable=True,
-            )
-        if self._failure is not None:
-            raise self._failure
-        assert self._answer is not None, "the thread has ended"
-        return self._answer
 
 
 def _sizes(store: Store, prefix: str) -> dict[str, int]:
