@@ -6,13 +6,16 @@ import asyncio
 import signal
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from asymcheck.cli_base import reported
 from asymcheck.errors import OptionError
 from asymcheck.rendering import show_line, size_text
+
+if TYPE_CHECKING:  # aiohttp need not be installed
+    from asymcheck.storage.peers.agent import Agent
 
 app = typer.Typer()
 
@@ -50,10 +53,7 @@ def serve(
         asyncio.run(_serve(agent))
 
 
-async def _serve(agent: object) -> None:
-    from asymcheck.storage.peers.agent import Agent
-
-    assert isinstance(agent, Agent), "that is what it was made as"
+async def _serve(agent: Agent) -> None:
     await agent.start()
     over = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)

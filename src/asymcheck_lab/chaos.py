@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +17,8 @@ from asymcheck.testing.children import Child, Say
 from asymcheck_lab.bench import append_record, describe_session
 from asymcheck_lab.chaos_case import run_case
 from asymcheck_lab.chaos_stage import FAULTS, MOMENTS, Case, Disk, Verdict
-from asymcheck_lab.errors import LabError, RunError, UsageError
+from asymcheck_lab.errors import RunError, UsageError
+from asymcheck_lab.rundir import scratch_folder
 
 NOT_HERE: Mapping[str, str] = {
     "peer killed": "tried on hosts in network namespaces instead: tests/extra/test_peer_hosts.py",
@@ -112,24 +111,16 @@ def run_chaos(
     """
     from asymcheck_lab.chaos_job import load_once
 
-    try:
-        if options.folder is not None:
-            options.folder.mkdir(parents=True, exist_ok=True)
-        top = Path(tempfile.mkdtemp(prefix="asymlab-chaos-", dir=options.folder))
-    except OSError as failure:
-        raise LabError(f"{options.folder}: {failure.strerror}") from failure
-    session = describe_session(options.command, top, tuple(os.sched_getaffinity(0)), SCHEMA)
-    cases = cases_of(options)
-    records = []
-    load_once()
-    try:
+    with scratch_folder(options.folder, "asymlab-chaos-") as top:
+        session = describe_session(options.command, top, tuple(os.sched_getaffinity(0)), SCHEMA)
+        cases = cases_of(options)
+        records = []
+        load_once()
         for case, outcome in _outcomes(cases, options.jobs, top):
             record = {**session, **asdict(case), **outcome}
             append_record(options.results, record)
             records.append(record)
             tell(f"{len(records)}/{len(cases)} {spoken(record)}")
-    finally:
-        shutil.rmtree(top, ignore_errors=True)
     return records
 
 

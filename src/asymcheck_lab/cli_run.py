@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from asymcheck_lab.cli_bench import PageOption
+
 
 def add_run(app: typer.Typer, readable_errors: Callable[[], AbstractContextManager[None]]) -> None:
     """Add ``run``.
@@ -111,9 +113,7 @@ def add_chaos(
         results: Annotated[Path, typer.Option(help="Gets a JSON line for each case")] = Path(
             "results/chaos.jsonl"
         ),
-        docs: Annotated[
-            Path | None, typer.Option(help="A page to write the table into, between its markers")
-        ] = None,
+        docs: PageOption = None,
         report_only: Annotated[
             bool, typer.Option("--report", help="Try nothing: show the newest cases of --results")
         ] = False,
@@ -170,9 +170,7 @@ def add_soak(app: typer.Typer, readable_errors: Callable[[], AbstractContextMana
         results: Annotated[Path, typer.Option(help="Gets a JSON line")] = Path(
             "results/soak.jsonl"
         ),
-        docs: Annotated[
-            Path | None, typer.Option(help="A page to write the table into, between its markers")
-        ] = None,
+        docs: PageOption = None,
         report_only: Annotated[
             bool, typer.Option("--report", help="Run nothing: show the newest of --results")
         ] = False,

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from asymcheck.persister import LOG_NAME
@@ -20,6 +24,29 @@ RESULT = "result.json"
 
 _OUTPUT = re.compile(r"output(-[a-z]+)?\.txt\Z")
 _STEP = re.compile(r"step-[0-9]+\Z")
+
+
+@contextmanager
+def scratch_folder(below: Path | None, prefix: str) -> Iterator[Path]:
+    """A new folder, removed at the end.
+
+    Args:
+        below: In which one, made where it is missing; ``None`` for a temporary place.
+        prefix: Of its name.
+
+    Raises:
+        LabError: It cannot be made.
+    """
+    try:
+        if below is not None:
+            below.mkdir(parents=True, exist_ok=True)
+        top = Path(tempfile.mkdtemp(prefix=prefix, dir=below))
+    except OSError as failure:
+        raise LabError(f"{below}: {failure.strerror}") from failure
+    try:
+        yield top
+    finally:
+        shutil.rmtree(top, ignore_errors=True)
 
 
 def renew(folder: Path, runs: list[str]) -> None:

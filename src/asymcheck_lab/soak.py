@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 import signal
-import tempfile
 import threading
 import time
 import warnings
@@ -38,7 +37,8 @@ from asymcheck.testing.children import Child, Say
 from asymcheck.testing.faulty import Fault, FaultyStore
 from asymcheck.testing.powercut import Mode, PowerCut, PowerCutStore
 from asymcheck_lab.bench import append_record, describe_session
-from asymcheck_lab.errors import LabError, UsageError
+from asymcheck_lab.errors import UsageError
+from asymcheck_lab.rundir import scratch_folder
 
 LOSSY = ("excp", "asymcheck-paper")
 IN_MEMORY = ("gemini",)
@@ -137,27 +137,22 @@ def run_soak(
     Raises:
         LabError: The folder or the results cannot be used.
     """
-    try:
-        if options.folder is not None:
-            options.folder.mkdir(parents=True, exist_ok=True)
-        top = Path(tempfile.mkdtemp(prefix="asymlab-soak-", dir=options.folder))
-    except OSError as failure:
-        raise LabError(f"{options.folder}: {failure.strerror}") from failure
     words = ("checkpoints", "kills", "seed")
     command = " ".join(f"--{word} {getattr(options, word)}" for word in words)
-    session = describe_session(f"asymlab soak {command}", top, tuple(os.sched_getaffinity(0)), 1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # so that looking for garbage is quick
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # each failure is warned of, and counted here
-            tally = _Soak(options, top, tell).run()
-    finally:
-        torch.set_num_threads(before)
-        gc.unfreeze()
-        shutil.rmtree(top, ignore_errors=True)
+    with scratch_folder(options.folder, "asymlab-soak-") as top:
+        cores = tuple(os.sched_getaffinity(0))
+        session = describe_session(f"asymlab soak {command}", top, cores, 1)
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        gc.collect()
+        gc.freeze()  # so that looking for garbage is quick
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # each failure is warned of, and counted here
+                tally = _Soak(options, top, tell).run()
+        finally:
+            torch.set_num_threads(before)
+            gc.unfreeze()
     record = {**session, **tally.as_json()}
     if options.results is not None:
         append_record(options.results, record)
