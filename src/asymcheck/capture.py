@@ -110,20 +110,18 @@ class Capture:
         return sum(c.nbytes for c in self.canaries)
 
 
-def dump_geometry(
-    leaves: Sequence[Leaf],
-    chunks: Sequence[Extent],
-    canaries: Sequence[Canary],
-    kinds: Sequence[str],
-) -> str:
+def dump_geometry(leaves: Sequence[Leaf], chunks: Sequence[Extent], kinds: Sequence[str]) -> str:
     """What a description says of the leaves, as the members of a JSON object."""
-    members = {
-        "leaves": leaves,
-        "chunks": chunks,
-        "canaries": [[c.leaf, c.first, c.stride, c.count, c.width] for c in canaries],
-        "kinds": kinds,
-    }
-    return json.dumps(members, separators=(",", ":"))[1:-1]
+    return _members(leaves=leaves, chunks=chunks, kinds=kinds)
+
+
+def dump_canaries(canaries: Sequence[Canary]) -> str:
+    """What a description says of the canaries, as the member of a JSON object."""
+    return _members(canaries=[[c.leaf, c.first, c.stride, c.count, c.width] for c in canaries])
+
+
+def _members(**values: object) -> str:
+    return json.dumps(values, separators=(",", ":"))[1:-1]
 
 
 def dump_capture(capture: Capture, geometry: str = "") -> bytes:
@@ -131,7 +129,8 @@ def dump_capture(capture: Capture, geometry: str = "") -> bytes:
 
     Args:
         capture: What to describe.
-        geometry: What ``dump_geometry`` says of its leaves, where it was kept.
+        geometry: What ``dump_geometry`` and ``dump_canaries`` say, with a comma between, where
+            it was kept.
     """
     members = {
         "at": capture.at,
@@ -143,9 +142,9 @@ def dump_capture(capture: Capture, geometry: str = "") -> bytes:
         "rank": capture.rank,
         "world": capture.world,
     }
-    geometry = geometry or dump_geometry(
-        capture.leaves, capture.chunks, capture.canaries, capture.kinds
-    )
+    if not geometry:
+        leaves = dump_geometry(capture.leaves, capture.chunks, capture.kinds)
+        geometry = f"{leaves},{dump_canaries(capture.canaries)}"
     return seal_text(f"{json.dumps(members, separators=(',', ':'))[:-1]},{geometry}")
 
 

@@ -142,9 +142,9 @@ class Snapshotter:
             return
         self._prepared = True
         collected = self._state.collect()
-        at = self._placer.place(collected, 0).at
-        capacity = capacity_for(at.layout.image_bytes, at.canary_bytes)
-        meta_bytes = sum(200 + 2 * len(s.key) for s in at.specs) + MiB
+        placed = self._placer.place(collected, 0)
+        capacity = capacity_for(placed.at.layout.image_bytes, placed.watched.nbytes)
+        meta_bytes = sum(200 + 2 * len(s.key) for s in placed.at.specs) + MiB
 
         def make() -> None:
             for _ in range(self._keeper.slots_in_use):
@@ -188,7 +188,7 @@ class Snapshotter:
             versions=_versions(),
             created_s=time.time(),
             boundary_s=start_s,
-            canaries=placed.at.canaries,
+            canaries=placed.watched.canaries,
             kinds=placed.at.kinds,
             rank=self._rank,
             world=self._world,
@@ -211,8 +211,8 @@ class Snapshotter:
         self, described: Capture, placed: Placed, when_full: Literal["wait", "skip", "raise"]
     ) -> Slot | None:
         step = described.at.step
-        meta = dump_capture(described, placed.at.geometry)
-        capacity = capacity_for(placed.at.layout.image_bytes, placed.at.canary_bytes)
+        meta = dump_capture(described, placed.geometry)
+        capacity = capacity_for(placed.at.layout.image_bytes, placed.watched.nbytes)
         slot = self._arena.reserve(capacity, len(meta), 0.0)
         if slot is None and len(self._arena.tokens()) == 1:
             self._keeper.make_way()  # there is memory for one slot only
@@ -228,7 +228,7 @@ class Snapshotter:
             self._sink(Span(Stage.CAPTURE, step, perf_counter(), 0.0, error=f"skipped: {why}"))
             return None
         try:
-            slot.begin(placed.at.layout.image_bytes, placed.at.canary_bytes, meta)
+            slot.begin(placed.at.layout.image_bytes, placed.watched.nbytes, meta)
         except BaseException:
             self._arena.free(slot)
             raise

@@ -7,7 +7,13 @@ from functools import cached_property
 
 import numpy as np
 
-from asymcheck.capture import CANARY_TURNS, Canary, dump_geometry, place_canary
+from asymcheck.capture import (
+    CANARY_TURNS,
+    Canary,
+    dump_canaries,
+    dump_geometry,
+    place_canary,
+)
 from asymcheck.device.leaves import Collector, Source, Spec
 from asymcheck.garbage import put_off
 from asymcheck.planning.layout import Extent, Layout, lay_out
@@ -25,16 +31,12 @@ class Placement:
         leaves: What the index says of them, in the same order.
         extents: Where they lie, in the same order.
         layout: The whole.
-        canaries: For each lazy leaf.
-        spots: Of every byte of the canaries, its offset in its leaf.
     """
 
     specs: tuple[Spec, ...]
     leaves: tuple[Leaf, ...]
     extents: tuple[Extent, ...]
     layout: Layout
-    canaries: tuple[Canary, ...]
-    spots: Spots
 
     @cached_property
     def lazy(self) -> tuple[int, ...]:
@@ -75,14 +77,9 @@ class Placement:
         return sum(s.nbytes for s in self.specs if s.lazy)
 
     @cached_property
-    def canary_bytes(self) -> int:
-        """Bytes of all canary values."""
-        return sum(c.nbytes for c in self.canaries)
-
-    @cached_property
     def geometry(self) -> str:
-        """The part of the description of a capture that is the same from save to save."""
-        return dump_geometry(self.leaves, self.layout.chunks, self.canaries, self.kinds)
+        """What a description of a capture says of the leaves."""
+        return dump_geometry(self.leaves, self.layout.chunks, self.kinds)
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -91,16 +88,43 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class Watched:
+    """The canaries of one turn, which moves them.
+
+    Attributes:
+        canaries: For each lazy leaf.
+        spots: Of every byte of them, its offset in its leaf.
+        geometry: What a description of a capture says of them.
+    """
+
+    canaries: tuple[Canary, ...]
+    spots: Spots
+    geometry: str
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all canary values."""
+        return sum(c.nbytes for c in self.canaries)
+
+
+@dataclass(frozen=True)
 class Placed:
     """Leaves with a place in the image.
 
     Attributes:
         at: Their places.
+        watched: Their canaries.
         sources: The leaves as they are now, ascending in the image.
     """
 
     at: Placement
+    watched: Watched
     sources: tuple[Source, ...]
+
+    @property
+    def geometry(self) -> str:
+        """The part of the description of a capture that comes again from save to save."""
+        return f"{self.at.geometry},{self.watched.geometry}"
 
 
 class Placer:
@@ -109,7 +133,8 @@ class Placer:
     def __init__(self) -> None:
         self._specs: list[Spec] = []
         self._order: list[int] = []
-        self._turns: dict[int, Placement] = {}
+        self._at = _placement(lay_out([]), [], [])
+        self._turns: dict[int, Watched] = {}
 
     @put_off()
     def place(self, collected: Collector, turn: int) -> Placed:
@@ -119,44 +144,47 @@ class Placer:
             collected: The leaves.
             turn: Counts the captures; moves the canaries.
         """
-        specs = [s.spec for s in collected.sources]
+        sources = collected.sources
+        specs = [s.spec for s in sources]
         if specs != self._specs:
-            self._specs, self._turns = specs, {}
-        turn %= CANARY_TURNS
-        found = self._turns.get(turn)
-        if found is None:
             layout = lay_out([s.nbytes for s in specs])
             places = [(e.start, e.stop) for e in layout.leaves]
             self._order = sorted(range(len(specs)), key=places.__getitem__)
-            found = _placement(layout, self._order, specs, turn)
-            self._turns[turn] = found
-        sources = collected.sources
-        return Placed(found, tuple([sources[i] for i in self._order]))
+            self._at = _placement(layout, self._order, specs)
+            self._specs, self._turns = specs, {}
+        turn %= CANARY_TURNS
+        if turn not in self._turns:
+            self._turns[turn] = _watched(self._at, turn)
+        return Placed(self._at, self._turns[turn], tuple([sources[i] for i in self._order]))
 
 
-def _placement(layout: Layout, order: list[int], specs: list[Spec], turn: int) -> Placement:
+def _placement(layout: Layout, order: list[int], specs: list[Spec]) -> Placement:
     ordered = tuple([specs[i] for i in order])
     extents = tuple([layout.leaves[i] for i in order])
     leaves = tuple(
         Leaf(s.key, s.dtype, s.shape, e.start, s.nbytes, s.order, s.piece)
         for s, e in zip(ordered, extents, strict=True)
     )
+    return Placement(ordered, leaves, extents, layout)
+
+
+def _watched(at: Placement, turn: int) -> Watched:
     canaries = tuple(
         place_canary(i, e.start, s.nbytes, s.itemsize, turn)
-        for i, (s, e) in enumerate(zip(ordered, extents, strict=True))
+        for i, (s, e) in enumerate(zip(at.specs, at.extents, strict=True))
         if s.lazy
     )
     spots = [
         (
             c.first
-            - extents[c.leaf].start
+            - at.extents[c.leaf].start
             + np.add.outer(np.arange(c.count) * c.stride, range(c.width))
         ).ravel()
         for c in canaries
     ]
-    return Placement(
-        ordered, leaves, extents, layout, canaries, np.concatenate([np.zeros(0, np.intp), *spots])
+    return Watched(
+        canaries, np.concatenate([np.zeros(0, np.intp), *spots]), dump_canaries(canaries)
     )
 
 
-NOTHING = Placed(_placement(lay_out([]), [], [], 0), ())
+NOTHING = Placer().place(Collector(), 0)

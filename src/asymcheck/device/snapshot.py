@@ -87,15 +87,15 @@ def copy_canaries(placed: Placed, into: memoryview) -> list[tuple[torch.Tensor, 
         What is cloned on a device and still to be copied, with its offset in ``into``: the
         host does not wait for a device here.
     """
-    canaries, sources = placed.at.canaries, placed.sources
+    canaries, sources = placed.watched.canaries, placed.sources
     if not canaries:
         return []
-    values = np.frombuffer(into, np.uint8)[: placed.at.canary_bytes]
+    values = np.frombuffer(into, np.uint8)[: placed.watched.nbytes]
     if all(sources[c.leaf].spec.plain for c in canaries):
         # All of them at once: one by one they would take most of the time at the boundary.
         starts = [_address(sources[c.leaf].array) - _FIRST_ADDRESS for c in canaries]
         spots = np.repeat(np.array(starts, np.intp), [c.nbytes for c in canaries])
-        spots += placed.at.spots
+        spots += placed.watched.spots
         _MEMORY.take(spots, out=values, mode="clip")
         return []
     at, rest = 0, []
@@ -131,7 +131,7 @@ def finish_canaries(rest: list[tuple[torch.Tensor, int]], into: memoryview) -> N
 
 def canaries_moved(placed: Placed, before: bytes) -> bool:
     """Whether live canary elements differ from what they were; blocks."""
-    now = bytearray(placed.at.canary_bytes)
+    now = bytearray(placed.watched.nbytes)
     finish_canaries(copy_canaries(placed, memoryview(now)), memoryview(now))
     return now != before
 
