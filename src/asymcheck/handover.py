@@ -244,7 +244,7 @@ def finish(
         if os.fstat(slot.fd).st_nlink == 0 or slot.state != SlotState.SEALED:
             keep = False
             return None
-        durable = persist(repository, slot, retention, sink, lambda: False, is_last_reader=True)
+        durable = persist(repository, slot, retention, sink, lambda: False)
         keep = False
         return durable
     except CheckpointError as failure:

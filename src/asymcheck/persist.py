@@ -52,8 +52,6 @@ def persist(
     trainer_is_alive: Callable[[], bool],
     chooser: Chooser | None = None,
     writers: int = 1,
-    *,
-    is_last_reader: bool = False,
 ) -> Durable | Stored:
     """Take one slot to a committed checkpoint; blocks. Several threads may, with a slot and a
     chooser each.
@@ -63,7 +61,8 @@ def persist(
 
     Starts while the slot is still being filled: each chunk is hashed and written as soon as
     it is complete, and the memory of a sparse slot given back then. Nothing is committed before
-    the slot is sealed and its canaries agree. On failure everything that was written is removed
+    the slot is sealed and its canaries agree. The hashes of its chunks are left in it then, also for
+    a start that finds it before it is durable. On failure everything that was written is removed
     again, as far as the store lets it. What was committed before is left as it is.
 
     Args:
@@ -74,7 +73,6 @@ def persist(
         trainer_is_alive: Whether somebody may still fill and seal the slot.
         chooser: Encodes the chunks; without one they are stored as they are.
         writers: Into how many packs the checkpoint is cut, written at the same time.
-        is_last_reader: Whether nobody reads the slot after this; else its hashes are left in it.
 
     Raises:
         DroppedCheckpoint: The state changed while it was copied, the trainer died first, the slot
@@ -105,7 +103,7 @@ def persist(
         _await(slot, capture, trainer_is_alive, None)
         canaries.refuse()
 
-    ahead = None if is_last_reader else HashingAhead(slot, capture)
+    ahead = HashingAhead(slot, capture)
     try:
         done = write_checkpoint(
             repository,
@@ -121,12 +119,10 @@ def persist(
             written=slot.release,
             compare=lambda chunks: _refuse_changed(slot, capture, chunks),
         )
-        if ahead is not None:
-            ahead.finish()
+        ahead.finish()
         return done
     finally:
-        if ahead is not None:
-            ahead.stop()
+        ahead.stop()
 
 
 def _refuse_changed(slot: Slot, capture: Capture, written: Sequence[Chunk]) -> None:
