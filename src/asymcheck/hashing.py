@@ -33,6 +33,19 @@ def hashes_of(slot: Slot, capture: Capture) -> tuple[str, ...]:
     return parse_hashes(data, slot.meta, len(capture.chunks), f"slot {slot.path or '(no name)'}")
 
 
+def changed_chunk(slot: Slot, capture: Capture) -> Extent | None:
+    """The first chunk that is not any more what it was when it was hashed; blocks.
+
+    Raises:
+        CorruptCheckpoint: The hashes are damaged.
+    """
+    image = slot.image
+    for chunk, expected in zip(capture.chunks, hashes_of(slot, capture), strict=False):
+        if digest(image[chunk.start : chunk.stop]) != expected:
+            return chunk
+    return None
+
+
 def leave_hashes(slot: Slot, capture: Capture) -> None:
     """Hash a slot that is whole, whose canaries agree, and leave the hashes in it; blocks."""
     if can_be_read(slot) and not slot.hashes:

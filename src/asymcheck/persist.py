@@ -61,8 +61,8 @@ def persist(
 
     Starts while the slot is still being filled: each chunk is hashed and written as soon as
     it is complete, and the memory of a sparse slot given back then. Nothing is committed before
-    the slot is sealed and its canaries agree. The hashes of its chunks are left in it then, also for
-    a start that finds it before it is durable. On failure everything that was written is removed
+    the slot is sealed and its canaries agree. The hashes of its chunks are left in it then, for a
+    start that finds it before it is durable. On failure everything that was written is removed
     again, as far as the store lets it. What was committed before is left as it is.
 
     Args:
