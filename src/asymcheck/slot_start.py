@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -48,24 +49,38 @@ class InSlots:
 class Finishing:
     """Makes durable what a start went on from out of shared memory, on a thread of its own.
 
+    The end of the interpreter waits for it.
+
     Args:
         at: The checkpoint.
         slots: Closed first: nothing is read there any more.
         work: Makes it durable; gets a call that hears what could not be.
+        grace_s: How long that end waits.
+
+    Attributes:
+        has_failed: Whether it is over and to be begun again.
     """
 
     def __init__(
-        self, at: CheckpointId, slots: SlotStore, work: Callable[[Callable[[str], None]], object]
+        self,
+        at: CheckpointId,
+        slots: SlotStore,
+        work: Callable[[Callable[[str], None]], object],
+        grace_s: float,
     ) -> None:
         self.at = at
+        self._grace_s = grace_s
         self._slots = slots
         self._work = work
         self._said: list[str] = []
         self._failure: BaseException | None = None
+        self.has_failed = False
         self.again()
 
     def again(self) -> None:
         """Begin, once more where it is over."""
+        self.has_failed = False
+        atexit.register(self.join, self._grace_s)
         self._thread = threading.Thread(target=self._run, name="asymcheck-finish", daemon=True)
         self._thread.start()
 
@@ -80,11 +95,13 @@ class Finishing:
         return self.is_over
 
     def outcome(self) -> list[str]:
-        """What could not be saved, told once. It is over.
+        """What could not be saved, told once; waits until it is over.
 
         Raises:
             CheckpointError: The work failed.
         """
+        self.join(None)
+        atexit.unregister(self.join)
         said, self._said = self._said, []
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -153,7 +170,7 @@ class SlotStart:
         assert report.attempt is not None
         self._attempt = None
         at = CheckpointId(report.attempt, report.step)
-        self._finishing = Finishing(at, slots, self._make_durable)
+        self._finishing = Finishing(at, slots, self._make_durable, self._grace_s)
         return replace(report, unreachable=tuple(hierarchy.copies.notes.unreachable.items()))
 
     def _open_slots(self, hierarchy: Hierarchy, step: int | None) -> SlotStore | None:
@@ -207,9 +224,10 @@ class SlotStart:
         finishing = self._finishing
         if finishing is None:
             return
+        if finishing.has_failed:
+            finishing.again()
 
         def end() -> list[Any]:
-            finishing.join(None)
             said = finishing.outcome()
             return [said, _is_left(self._existing().run, finishing.at)]
 
@@ -217,7 +235,7 @@ class SlotStart:
         for message in told[self._ranks.rank][0]:
             warn(message)
         if any(left for _, left in told):
-            finishing.again()
+            finishing.has_failed = True
             at = finishing.at
             raise StoreError(
                 f"step {at.step} (attempt {at.attempt}) was restored out of shared memory and "
