@@ -272,6 +272,7 @@ def finish(
             raise StoreError(
                 f"{old.path}: another process is at work on it: try again later", retryable=True
             )
+        slot.hold_as_persister()
         if os.fstat(slot.fd).st_nlink == 0 or slot.state != SlotState.SEALED:
             keep = False
             return None
@@ -308,7 +309,8 @@ def _end_persister(old: LeftOver, until_s: float) -> None:
         sleep(_POLL_S)
     if old.is_at_work and not old.persister.is_alive:
         raise StoreError(
-            f"{old.path}: a persister of another container is at work on it: try again later",
+            f"{old.path}: another process is at work on it, perhaps one of another container: try "
+            f"again later",
             retryable=True,
         )
     if old.persister.is_alive:
