@@ -6,8 +6,6 @@ killed too leaves it to the next one.
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 import warnings
@@ -27,7 +25,6 @@ from asymcheck.decoding import verify
 from asymcheck.errors import CheckpointError, CheckpointWarning, StoreError
 from asymcheck.handover import left_over
 from asymcheck.memory.arena import SHARED_MEMORY, Slot, slots_of
-from asymcheck.memory.process import ProcessId
 from asymcheck.nearest import decide
 from asymcheck.planning.cadence import EverySteps
 from asymcheck.planning.layout import PAGE_BYTES
@@ -316,6 +313,26 @@ def test_the_claim_comes_by_itself_once_it_is_durable(host: Host) -> None:
     assert Child(work).wait().check() == [2]
 
 
+def test_what_is_durable_and_still_in_memory_is_read_there(host: Host) -> None:
+    """Nobody lived to free the slot."""
+
+    def work(say: Say) -> None:
+        job = Job(host.root, durable=1, persist="thread")
+        say(job.save())
+        for_ever()
+
+    child = Child(work)
+    digest = child.hear()
+    child.kill()
+    assert child.wait().was_killed
+    assert open_repository(open_store(host.root)).lineage() == [(1, 1)]
+    restored, _, said, steps = host.starts()
+    assert restored[:2] == [1, digest]
+    assert restored[2] > 0
+    assert (said, steps) == ([], [1, 2])
+    assert host.is_clean()
+
+
 def test_a_step_may_be_gone_back_from_and_asked_for(host: Host) -> None:
     *_, digest = host.killed_at(4, durable=2)
     assert host.starts(step=4)[0][:2] == [4, digest]
@@ -373,26 +390,6 @@ def test_without_good_hashes_it_is_made_durable_first(host: Host, hashes: str) -
     restored, *_ = host.starts()
     assert restored == [2, digest, 0] if hashes == "none" else restored[0] == 0
     assert host.is_clean()
-
-
-def test_what_canaries_refuse_is_not_hashed(host: Host) -> None:
-    def work(say: Say) -> None:
-        job = Job(f"faulty+file://{host.root}?op=write&name=*.pack&do=stop", durable=1)
-        job.update()
-        job.checkpointer.save(1)
-        slot = job.checkpointer._capturing()._active.copy.slot  # type: ignore[union-attr]
-        slot.canaries[0] ^= 1
-        say(job.checkpointer._capturing()._persister.pid)  # type: ignore[attr-defined]
-        job.checkpointer.fence()
-        for_ever()
-
-    child = Child(work)
-    persister = child.hear()
-    until(lambda: ProcessId.of(persister).start > 0, "it is there")
-    child.kill()
-    assert child.wait().was_killed
-    os.kill(persister, signal.SIGKILL)
-    assert [old.is_hashed for old in left_over(host.run) if old.is_sealed] in ([], [False])
 
 
 def test_an_attempt_that_was_claimed_since_leaves_it_behind(host: Host) -> None:
