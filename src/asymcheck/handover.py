@@ -44,6 +44,8 @@ class LeftOver:
         at: The checkpoint that it holds whole, where it can be read.
         is_hashed: Whether the hashes of its content are in it. One that is hashed and not sealed
             was made durable, and is there to be read until the next start.
+        is_taken: Whether a start went on from it, read where it lies, and died before it was
+            durable.
     """
 
     path: Path
@@ -52,6 +54,7 @@ class LeftOver:
     root: str = ""
     at: CheckpointId | None = None
     is_hashed: bool = False
+    is_taken: bool = False
 
     @property
     def is_at_work(self) -> bool:
@@ -78,7 +81,8 @@ def left_over(run: str | None = None, directory: Path = SHARED_MEMORY) -> list[L
             is_hashed = slot is not None and (is_sealed or is_kept) and bool(slot.hashes)
             at = _held(slot) if slot and (is_sealed or is_hashed) else None
             root = slot.root if slot else ""
-            found.append(LeftOver(path, persister, is_sealed, root, at, is_hashed))
+            is_taken = slot is not None and slot.is_taken
+            found.append(LeftOver(path, persister, is_sealed, root, at, is_hashed, is_taken))
         if slot is not None:
             slot.close(unlink=False)
     return sorted(found, key=lambda old: old.at or CheckpointId(0, 0))

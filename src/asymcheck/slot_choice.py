@@ -40,7 +40,8 @@ def choose_slots(
     there, and goes on from what the tiers hold. Blocks; changes nothing.
 
     In doubt it is ``None``: where the newest slot is of an attempt that is over, is older than
-    what the tiers have, is not hashed, or lacks the slot of a rank.
+    what the tiers have, is not hashed, or lacks the slot of a rank. Also where a start went on
+    from it and died: it may be what brings a start down, and marks are for what is durable.
 
     Args:
         hierarchy: The root and all tiers.
@@ -76,7 +77,7 @@ def _newest_in(run: str, grace_s: float, directory: Path) -> Chosen | None:
         if newest is None or not coming or monotonic() > until_s:
             break
         sleep(_POLL_S)
-    slots = {rank_of(old.path): old for old in mine if old.is_hashed}
+    slots = {rank_of(old.path): old for old in mine if old.is_hashed and not old.is_taken}
     if newest is None or len(slots) < len(mine) or not _are_all(list(slots.values())):
         return None
     in_order = [slots[rank] for rank in sorted(slots)]

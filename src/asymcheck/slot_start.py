@@ -121,7 +121,7 @@ class SlotStart:
 
     Values are read at once. Then they are made durable on a thread, as if no start had come
     between, and only then an attempt is claimed, at the latest for the next save. So whoever
-    kills this process meanwhile leaves what was there.
+    kills this process meanwhile leaves what was there; the next start makes it durable first.
     """
 
     _ranks: Ranks
@@ -167,6 +167,7 @@ class SlotStart:
         except BaseException:
             slots.close()
             raise
+        slots.note_taken()
         assert report.attempt is not None
         self._attempt = None
         at = CheckpointId(report.attempt, report.step)

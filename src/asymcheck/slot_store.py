@@ -35,8 +35,8 @@ _STRIDE_BYTES = 256 << 10  # what was copied is hashed while the nearest cache h
 
 
 class SlotStore(MemoryStore):
-    """The slots of all ranks of one checkpoint. Nothing of them is changed, and what is read stays
-    readable until ``close``, also when another process frees them meanwhile.
+    """The slots of all ranks of one checkpoint. Their content is not changed, and stays readable
+    until ``close``, also when another process frees them meanwhile.
 
     Args:
         run: Id of the run.
@@ -68,6 +68,11 @@ class SlotStore(MemoryStore):
     def url(self) -> str:
         """See ``Store``; nobody can open it once more."""
         return IN_MEMORY
+
+    def note_taken(self) -> None:
+        """Say in each slot that a start goes on from it."""
+        for slot in self._slots:
+            slot.note_taken()
 
     def close(self) -> None:
         """Give the memory back where the slots are gone; blocks for that. Again does nothing."""

@@ -198,7 +198,7 @@ def test_the_attempt_continues_from_what_was_read(host: Host) -> None:
     assert open_repository(open_store(host.root)).parents()[2] == (1, 2)
 
 
-def test_killed_again_before_it_is_durable_it_is_read_again(host: Host) -> None:
+def test_killed_again_before_it_is_durable_it_is_made_durable_first(host: Host) -> None:
     *_, digest = host.killed_at(2)
 
     def work(say: Say) -> None:
@@ -210,13 +210,12 @@ def test_killed_again_before_it_is_durable_it_is_read_again(host: Host) -> None:
         say(open_repository(open_store(host.root)).newest_attempt())
         for_ever()
 
-    for _ in range(2):
-        child = Child(work)
-        assert child.hear() == [2, digest]
-        assert child.hear() == 1, "claimed before what it continues from is durable"
-        child.kill()
-        assert child.wait().was_killed
-    assert host.starts()[0][:2] == [2, digest]
+    child = Child(work)
+    assert child.hear() == [2, digest]
+    assert child.hear() == 1, "claimed before what it continues from is durable"
+    child.kill()
+    assert child.wait().was_killed
+    assert host.starts()[0] == [2, digest, 0]  # it may be the state itself that ends each start
     assert host.is_clean()
 
 

@@ -99,6 +99,7 @@ class _Word(IntEnum):
     RELEASED = 15
     BEAT = 16
     HASHES = 17
+    TAKEN = 18
 
 
 _ROOT_AT = 1024  # from here on the header page holds the root's URL
@@ -383,7 +384,7 @@ class Slot:
             CaptureError: The slot is sparse, and there is no memory for the canaries.
         """
         self.state = SlotState.FREE
-        self._words[_Word.HASHES] = 0
+        self._words[_Word.HASHES] = self._words[_Word.TAKEN] = 0
         self.empty()
         self.is_given_up = False
         self.copied_bytes = 0
@@ -433,6 +434,15 @@ class Slot:
         at = PAGE_BYTES + self._words[_Word.CAPACITY] + self._words[_Word.META]
         self._bytes[at : at + len(data)] = data
         self._words[_Word.HASHES] = len(data)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a start went on from this content, read here."""
+        return bool(self._words[_Word.TAKEN])
+
+    def note_taken(self) -> None:
+        """Say that a start goes on from this content."""
+        self._words[_Word.TAKEN] = 1
 
     def close(self, *, unlink: bool) -> None:
         """Unmap as soon as no view is left; with ``unlink`` remove the file too."""
