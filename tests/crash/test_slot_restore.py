@@ -136,7 +136,7 @@ class Host:
     def flip(self, of_step: int) -> None:
         def work(slot: Slot) -> None:
             if parse_capture(slot.meta, "slot").at.step == of_step:
-                slot.image[5 * PAGE_BYTES] ^= 1
+                slot.image[5 * PAGE_BYTES + 1001] ^= 1  # between two canaries
 
         self.change(work)
 
