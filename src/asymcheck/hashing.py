@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 
-from asymcheck.capture import CanaryWatch, Capture, dump_hashes, parse_hashes
+from asymcheck.capture import CanaryWatch, Capture, dump_hashes, parse_capture, parse_hashes
+from asymcheck.errors import CorruptCheckpoint
 from asymcheck.memory.slot import Slot, SlotState
 from asymcheck.planning.layout import Extent
 from asymcheck.storage.sealed import digest
@@ -56,16 +57,15 @@ def leave_hashes(slot: Slot, capture: Capture) -> None:
 
 class HashingAhead:
     """Hashes a slot behind its copy, on a thread of its own, and leaves the hashes in it as soon
-    as it is sealed, if its canaries agree. The store may need much longer to write as much.
+    as it is sealed, if its canaries agree. The store may need much longer to write as much, and to
+    write those before it.
 
     Args:
         slot: Being filled, or sealed; not freed before ``finish`` or ``stop``.
-        capture: What it holds.
     """
 
-    def __init__(self, slot: Slot, capture: Capture) -> None:
+    def __init__(self, slot: Slot) -> None:
         self._slot = slot
-        self._capture = capture
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         if can_be_read(slot) and not slot.hashes:
@@ -86,7 +86,11 @@ class HashingAhead:
         self.finish()
 
     def _run(self) -> None:
-        slot, capture = self._slot, self._capture
+        slot = self._slot
+        try:
+            capture = parse_capture(slot.meta, f"slot {slot.path}")
+        except CorruptCheckpoint:
+            return  # whoever persists it says so
         image, found = slot.image, []
         for chunk in capture.chunks:
             if not self._await(chunk.stop):

@@ -52,6 +52,7 @@ def persist(
     trainer_is_alive: Callable[[], bool],
     chooser: Chooser | None = None,
     writers: int = 1,
+    ahead: HashingAhead | None = None,
 ) -> Durable | Stored:
     """Take one slot to a committed checkpoint; blocks. Several threads may, with a slot and a
     chooser each.
@@ -73,6 +74,8 @@ def persist(
         trainer_is_alive: Whether somebody may still fill and seal the slot.
         chooser: Encodes the chunks; without one they are stored as they are.
         writers: Into how many packs the checkpoint is cut, written at the same time.
+        ahead: Hashes the slot, where it was begun while others were still written. It is over when
+            this ends.
 
     Raises:
         DroppedCheckpoint: The state changed while it was copied, the trainer died first, the slot
@@ -82,6 +85,26 @@ def persist(
         StoreError: The medium failed or is too full.
         SupersededWriter: A newer attempt has claimed the root.
     """
+    ahead = ahead or HashingAhead(slot)
+    how = (retention, sink, trainer_is_alive, chooser, writers)
+    try:
+        done = _persist(repository, slot, *how)
+        if slot.state == SlotState.SEALED:
+            ahead.finish()
+        return done
+    finally:
+        ahead.stop()
+
+
+def _persist(
+    repository: Repository,
+    slot: Slot,
+    retention: Retention,
+    sink: Sink,
+    trainer_is_alive: Callable[[], bool],
+    chooser: Chooser | None,
+    writers: int,
+) -> Durable | Stored:
     capture = parse_capture(slot.meta, f"slot {slot.path or '(no name)'}")
     committed = _find_committed(repository, capture) or _find_stored(repository, capture)
     if committed is not None:
@@ -103,26 +126,20 @@ def persist(
         _await(slot, capture, trainer_is_alive, None)
         canaries.refuse()
 
-    ahead = HashingAhead(slot, capture)
-    try:
-        done = write_checkpoint(
-            repository,
-            capture,
-            image,
-            wait,
-            check,
-            retention,
-            sink,
-            chooser or Chooser(RAW),
-            writers=writers,
-            is_ready=lambda extent: slot.copied_bytes >= extent.stop,
-            written=slot.release,
-            compare=lambda chunks: _refuse_changed(slot, capture, chunks),
-        )
-        ahead.finish()
-        return done
-    finally:
-        ahead.stop()
+    return write_checkpoint(
+        repository,
+        capture,
+        image,
+        wait,
+        check,
+        retention,
+        sink,
+        chooser or Chooser(RAW),
+        writers=writers,
+        is_ready=lambda extent: slot.copied_bytes >= extent.stop,
+        written=slot.release,
+        compare=lambda chunks: _refuse_changed(slot, capture, chunks),
+    )
 
 
 def _refuse_changed(slot: Slot, capture: Capture, written: Sequence[Chunk]) -> None:

@@ -416,3 +416,38 @@ def test_what_is_said_beforehand_is_what_a_start_does(host: Host) -> None:
     restored = host.starts()[0]
     assert restored[0] == 2
     assert served[IN_MEMORY] > 6 * SIDE * SIDE * 4
+
+
+def test_the_newest_is_hashed_while_the_one_before_is_still_written(host: Host) -> None:
+    def work(say: Say) -> None:
+        from asymcheck.storage.local import LocalStore
+
+        LocalStore.write = lambda *_: for_ever()  # type: ignore[assignment, method-assign]
+        job = Job(host.root, durable=1, persist="thread")
+        for _ in range(2):
+            job.update()
+            job.checkpointer.save(job.step)
+            job.checkpointer.fence()
+        until(lambda: hashed_steps(host) == [1, 2], "both are hashed")
+        say(job.digest())
+        for_ever()
+
+    child = Child(work)
+    digest = child.hear()
+    child.kill()
+    assert child.wait().was_killed
+    restored, _, said, steps = host.starts()
+    assert restored[:2] == [2, digest]
+    assert restored[2] > 0
+    assert (said, steps) == ([], [1, 2, 3])
+    assert host.is_clean()
+
+
+def hashed_steps(host: Host) -> list[int]:
+    found = []
+    for path in host.slots():
+        slot = Slot.open(path)
+        if slot.hashes:
+            found.append(parse_capture(slot.meta, "slot").at.step)
+        slot.close(unlink=False)
+    return sorted(found)

@@ -78,7 +78,7 @@ def test_a_digest_of_parts_is_that_of_the_whole() -> None:
 
 
 def test_hashes_are_left_once_it_is_sealed_and_go_with_the_next_content(slot: Slot) -> None:
-    ahead = HashingAhead(slot, CAPTURE)
+    ahead = HashingAhead(slot)
     assert slot.hashes == b""
     slot.state = SlotState.SEALED
     ahead.finish()
@@ -88,14 +88,14 @@ def test_hashes_are_left_once_it_is_sealed_and_go_with_the_next_content(slot: Sl
 
 
 def test_nothing_is_left_of_what_is_dropped_given_up_or_refused_by_canaries(slot: Slot) -> None:
-    ahead = HashingAhead(slot, CAPTURE)
+    ahead = HashingAhead(slot)
     slot.state = SlotState.DROPPED
     ahead.finish()
     slot.state = SlotState.FILLING
-    HashingAhead(slot, CAPTURE).stop()
+    HashingAhead(slot).stop()
     slot.canaries[0] ^= 1
     slot.state = SlotState.SEALED
-    HashingAhead(slot, CAPTURE).finish()
+    HashingAhead(slot).finish()
     assert slot.hashes == b""
 
 
@@ -103,7 +103,7 @@ def test_the_memory_of_a_ring_is_not_hashed(tmp_path: Path) -> None:
     sparse = a_slot(Path("/dev/shm"), sparse=True)
     try:
         sparse.state = SlotState.SEALED
-        HashingAhead(sparse, CAPTURE).finish()
+        HashingAhead(sparse).finish()
         leave_hashes(sparse, CAPTURE)
         assert sparse.hashes == b""
     finally:
