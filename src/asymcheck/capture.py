@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from asymcheck.errors import DroppedCheckpoint
+from asymcheck.errors import CorruptCheckpoint, DroppedCheckpoint
 from asymcheck.planning.layout import Extent
 from asymcheck.planning.pieces import Piece
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.storage.index import Leaf
-from asymcheck.storage.sealed import seal_text, unseal
+from asymcheck.storage.sealed import HASH, digest, seal, seal_text, unseal
 
 CANARIES_PER_LEAF = 16
 CANARY_TURNS = CANARIES_PER_LEAF // 2
@@ -187,6 +187,36 @@ def _parse_leaf(
     return leaf._replace(
         piece=Piece(tuple(whole), start if isinstance(start, int) else tuple(start))
     )
+
+
+def dump_hashes(meta: bytes, hashes: Sequence[str]) -> bytes:
+    """The hash of each chunk of the image, in the order of the chunks, as a sealed object.
+
+    Args:
+        meta: The description of the image: they belong to no other.
+        hashes: As ``sealed.digest`` gives them.
+    """
+    return seal({"of": digest(meta), "hashes": list(hashes)})
+
+
+def parse_hashes(data: bytes, meta: bytes, chunks: int, where: str) -> tuple[str, ...]:
+    """What ``dump_hashes`` wrote of that many chunks.
+
+    Raises:
+        CorruptCheckpoint: It is damaged, or of another description.
+    """
+    raw = unseal(data, where)
+    found = raw.get("hashes")
+    if raw.get("of") != digest(meta) or not isinstance(found, list) or len(found) != chunks:
+        raise CorruptCheckpoint(where, "its hashes are of something else than it describes")
+    if not all(isinstance(each, str) and HASH.match(each) for each in found):
+        raise CorruptCheckpoint(where, "what should be hashes are none")
+    return tuple(found)
+
+
+def hash_room_bytes(chunks: int) -> int:
+    """What ``dump_hashes`` takes for that many chunks, at most."""
+    return 128 + 36 * chunks
 
 
 class CanaryWatch:

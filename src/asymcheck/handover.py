@@ -41,7 +41,11 @@ class LeftOver:
         persister: The process that may still be at work on it.
         is_sealed: Whether it holds a whole checkpoint that is not durable yet.
         root: URL of the root that it is for, empty where it does not say so.
-        at: The checkpoint that it holds, where it is sealed and can be read.
+        at: The checkpoint that it holds whole, where it can be read.
+        is_hashed: Whether the hashes of its content are in it. One that is hashed and not sealed
+            was made durable, and is there to be read until the next start.
+        is_taken: Whether a start went on from it, read where it lies, and died before it was
+            durable.
     """
 
     path: Path
@@ -49,6 +53,8 @@ class LeftOver:
     is_sealed: bool
     root: str = ""
     at: CheckpointId | None = None
+    is_hashed: bool = False
+    is_taken: bool = False
 
     @property
     def is_at_work(self) -> bool:
@@ -71,8 +77,12 @@ def left_over(run: str | None = None, directory: Path = SHARED_MEMORY) -> list[L
         if _living_owner(path, slot) is None:
             persister = slot.persister if slot else ProcessId(0, 0)
             is_sealed = slot is not None and slot.state == SlotState.SEALED
-            at = _held(slot) if slot and is_sealed else None
-            found.append(LeftOver(path, persister, is_sealed, slot.root if slot else "", at))
+            is_kept = slot is not None and slot.state == SlotState.FREE
+            is_hashed = slot is not None and (is_sealed or is_kept) and bool(slot.hashes)
+            at = _held(slot) if slot and (is_sealed or is_hashed) else None
+            root = slot.root if slot else ""
+            is_taken = slot is not None and slot.is_taken
+            found.append(LeftOver(path, persister, is_sealed, root, at, is_hashed, is_taken))
         if slot is not None:
             slot.close(unlink=False)
     return sorted(found, key=lambda old: old.at or CheckpointId(0, 0))
@@ -134,14 +144,39 @@ def _living_owner(path: Path, slot: Slot | None) -> ProcessId | None:
     return owner if owner.is_alive or is_held(path, Part.OWNER) else None
 
 
-def _await_ends(run: str, directory: Path, until_s: float) -> None:
-    """Wait for trainers that are being killed, and for persisters that outlived theirs: they
-    may hold memory without a name, which nobody else can save.
+def await_trainers(run: str, directory: Path, until_s: float) -> bool:
+    """Wait for trainers that are being killed, until then on the monotonic clock.
+
+    Returns:
+        Whether all that they left can be found: no persister that outlived its trainer holds
+        memory without a name.
     """
     trainers = _living_owners(run, directory) | {trainer for _, trainer in persisters_of(run)}
     for trainer in trainers:
         while trainer.is_ending and monotonic() < until_s:
             sleep(_POLL_S)
+    return not any(
+        _holds_nameless(persister)
+        for persister, trainer in persisters_of(run)
+        if not trainer.is_alive
+    )
+
+
+def _holds_nameless(process: ProcessId) -> bool:
+    folder = f"/proc/{process.pid}/fd"
+    with suppress(OSError):  # it has ended
+        for name in os.listdir(folder):
+            with suppress(OSError):
+                if os.readlink(f"{folder}/{name}").startswith("/memfd:asymcheck-"):
+                    return True
+    return False
+
+
+def _await_ends(run: str, directory: Path, until_s: float) -> None:
+    """Wait for trainers that are being killed, and for persisters that outlived theirs: they
+    may hold memory without a name, which nobody else can save.
+    """
+    await_trainers(run, directory, until_s)
     for persister, trainer in persisters_of(run):
         while persister.is_alive and not trainer.is_alive and monotonic() < until_s:
             sleep(_POLL_S)
@@ -241,6 +276,7 @@ def finish(
             raise StoreError(
                 f"{old.path}: another process is at work on it: try again later", retryable=True
             )
+        slot.hold_as_persister()
         if os.fstat(slot.fd).st_nlink == 0 or slot.state != SlotState.SEALED:
             keep = False
             return None
@@ -277,7 +313,8 @@ def _end_persister(old: LeftOver, until_s: float) -> None:
         sleep(_POLL_S)
     if old.is_at_work and not old.persister.is_alive:
         raise StoreError(
-            f"{old.path}: a persister of another container is at work on it: try again later",
+            f"{old.path}: another process is at work on it, perhaps one of another container: try "
+            f"again later",
             retryable=True,
         )
     if old.persister.is_alive:

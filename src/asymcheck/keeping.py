@@ -19,6 +19,7 @@ from asymcheck.capture import CanaryWatch, Capture
 from asymcheck.device.snapshot import LazyCopy
 from asymcheck.errors import DroppedCheckpoint
 from asymcheck.handles import Handle, How, SaveReport, report_of
+from asymcheck.hashing import leave_hashes
 from asymcheck.memory.arena import Arena, GivenUp, Slot
 from asymcheck.messages import Durable
 from asymcheck.persister import Persister
@@ -220,6 +221,8 @@ class Keeper:
             if not active.to_store and not durable.done():
                 durable.set_exception(active.dropped)
             return
+        if not active.to_store:  # else the persister hashes it
+            leave_hashes(active.slot, active.described)
         with self._lock:
             older, self._held = self._held, active
         if older is not None and older is not active:

@@ -15,9 +15,12 @@ from asymcheck.capture import CanaryWatch, parse_capture
 from asymcheck.choosing import choose_from
 from asymcheck.decoding import verify
 from asymcheck.errors import CheckpointError, NoCheckpoint, OptionError
+from asymcheck.hashing import changed_chunk
 from asymcheck.memory.arena import SHARED_MEMORY, Slot, SlotState, rank_of
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.repair import Remnant, remnants
+from asymcheck.slot_choice import choose_slots
+from asymcheck.slot_store import IN_MEMORY, SlotStore, hierarchy_of
 from asymcheck.storage.copies import BadCopy, Place, Served
 from asymcheck.storage.healing import Healed, heal
 from asymcheck.storage.hierarchy import Hierarchy
@@ -26,8 +29,6 @@ from asymcheck.storage.mirror import copy_checkpoint, open_copy, share_attempts
 from asymcheck.storage.names import manifest_name
 from asymcheck.storage.repository import open_repository
 from asymcheck.storage.runs import read_run
-
-IN_MEMORY = "shared memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,8 @@ class Decision:
         candidates: Checkpoints of the tiers that were looked at, best first; the last is the one
             that would be loaded, where ``chosen`` says so.
         chosen: The checkpoint to go on from, ``None`` where none is whole.
-        source: ``tiers``, or ``shared memory`` where a slot holds a newer one.
-        served: Bytes that each tier gave of it, and seconds.
+        source: ``tiers``, or ``shared memory`` where slots hold it, or a newer one.
+        served: Bytes that each tier gave of it, and seconds; none where it is made durable first.
         damaged: Copies that did not give what was committed.
         unreachable: Tiers that could not be listed, each with why.
     """
@@ -128,6 +129,11 @@ def decide(
     held = [s.remnant.at for s in slots if s.fate == "persisted" and s.remnant.at]
     newest = max(held, default=None)
     candidates = [Candidate(at, why) for at, why in sorted(passed, reverse=True)]
+    if (read := _read_in_slots(hierarchy, step, directory)) is not None:
+        at, why, given = read
+        if not why:
+            return _decision(hierarchy, slots, candidates, at, IN_MEMORY, given=given)
+        candidates.append(Candidate(at, f"{IN_MEMORY}: {why}"))
     better = wanted[0] if wanted else CheckpointId(0, 0)
     if newest is not None and newest > better and step in (None, newest.step):
         return _decision(hierarchy, slots, candidates, newest, IN_MEMORY)
@@ -199,6 +205,8 @@ def _slots(hierarchy: Hierarchy, directory: Path) -> Iterator[InMemory]:
     for remnant in found:
         if remnant.slot.is_at_work:
             yield InMemory(remnant, "persisted" if remnant.slot.is_sealed else "freed")
+        elif remnant.slot.is_hashed and not remnant.slot.is_sealed:
+            yield InMemory(remnant, "freed", "it is durable")
         elif not remnant.slot.is_sealed or remnant.at is None:
             yield InMemory(remnant, "freed", "it was not whole when its trainer died")
         elif remnant.at.attempt < newest:
@@ -208,6 +216,26 @@ def _slots(hierarchy: Hierarchy, directory: Path) -> Iterator[InMemory]:
             same = [r for r in found if r.slot.is_sealed and r.at == remnant.at]
             why = _why_lost(hierarchy, remnant, {rank_of(r.slot.path) for r in same})
             yield InMemory(remnant, "freed" if why else "persisted", why)
+
+
+def _read_in_slots(
+    hierarchy: Hierarchy, step: int | None, directory: Path
+) -> tuple[CheckpointId, str, Sequence[Served]] | None:
+    """What a start would read in slots, what is wrong with it, and what they gave."""
+    found = choose_slots(hierarchy, step, 0.0, directory)
+    if found is None:
+        return None
+    try:
+        store = SlotStore(hierarchy.run, found.at, found.paths)
+    except (CheckpointError, OSError):
+        return None
+    try:
+        memory = hierarchy_of(store, hierarchy.run)
+        damage = next(verify(memory, found.at), None)
+        served = list(memory.copies.notes.served.values())
+        return found.at, "" if damage is None else damage.why, served
+    finally:
+        store.close()
 
 
 def _why_lost(hierarchy: Hierarchy, remnant: Remnant, here: set[int]) -> str:
@@ -226,7 +254,7 @@ def _why_lost(hierarchy: Hierarchy, remnant: Remnant, here: set[int]) -> str:
         watch, image = CanaryWatch(capture, slot.canaries), slot.image
         for extent in capture.chunks:
             watch.compare(extent, image)
-        torn = watch.torn_leaf
+        torn, changed = watch.torn_leaf, changed_chunk(slot, capture)
         del watch, image
     except CheckpointError as failure:
         return str(failure)
@@ -234,6 +262,8 @@ def _why_lost(hierarchy: Hierarchy, remnant: Remnant, here: set[int]) -> str:
         slot.close(unlink=False)
     if torn is not None:
         return f"{torn!r} changed while it was copied"
+    if changed is not None:
+        return f"its memory at byte {changed.start} changed after it was sealed"
     if capture.world == 1:
         return ""
     stored = open_repository(hierarchy.copies.places[0].store)
@@ -263,10 +293,11 @@ def _decision(
     chosen: CheckpointId | None,
     source: str,
     before: dict[str, Served] | None = None,
+    given: Sequence[Served] = (),
 ) -> Decision:
     """With what was read of the chosen one alone; ``before`` was read of others."""
     notes = hierarchy.copies.notes
-    served = []
+    served = list(given)
     for place in hierarchy.copies.places if source == "tiers" else ():
         now, was = (s.get(place.name, Served(place.name)) for s in (notes.served, before or {}))
         served.append(

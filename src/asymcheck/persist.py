@@ -8,7 +8,7 @@ start of the job for what a dead one left behind.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter, sleep, thread_time
 
@@ -24,6 +24,7 @@ from asymcheck.errors import (
     SupersededWriter,
 )
 from asymcheck.events import Sink, Span, Stage, timed
+from asymcheck.hashing import HashingAhead, hashes_of
 from asymcheck.memory.arena import Slot, SlotState
 from asymcheck.messages import Durable, Stored
 from asymcheck.planning.layout import Extent
@@ -31,7 +32,8 @@ from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.planning.selection import RAW
 from asymcheck.storage.committing import read_index
 from asymcheck.storage.flush import Batch, Encoded, Flushed, even_pack_bytes, flush
-from asymcheck.storage.index import Index
+from asymcheck.storage.index import RAW as RAW_BYTES
+from asymcheck.storage.index import Chunk, Index
 from asymcheck.storage.listing import as_base
 from asymcheck.storage.manifest import EXACT
 from asymcheck.storage.repository import Repository
@@ -50,6 +52,7 @@ def persist(
     trainer_is_alive: Callable[[], bool],
     chooser: Chooser | None = None,
     writers: int = 1,
+    ahead: HashingAhead | None = None,
 ) -> Durable | Stored:
     """Take one slot to a committed checkpoint; blocks. Several threads may, with a slot and a
     chooser each.
@@ -59,7 +62,8 @@ def persist(
 
     Starts while the slot is still being filled: each chunk is hashed and written as soon as
     it is complete, and the memory of a sparse slot given back then. Nothing is committed before
-    the slot is sealed and its canaries agree. On failure everything that was written is removed
+    the slot is sealed and its canaries agree. The hashes of its chunks are left in it then, for a
+    start that finds it before it is durable. On failure everything that was written is removed
     again, as far as the store lets it. What was committed before is left as it is.
 
     Args:
@@ -70,13 +74,37 @@ def persist(
         trainer_is_alive: Whether somebody may still fill and seal the slot.
         chooser: Encodes the chunks; without one they are stored as they are.
         writers: Into how many packs the checkpoint is cut, written at the same time.
+        ahead: Hashes the slot, where it was begun while others were still written. It is over when
+            this ends.
 
     Raises:
-        DroppedCheckpoint: The state changed while it was copied, the trainer died first, or
-            an earlier try has given memory of the slot back.
+        DroppedCheckpoint: The state changed while it was copied, the trainer died first, the slot
+            is not any more what it was when it was hashed, or an earlier try has given memory
+            of it back.
+        CorruptCheckpoint: The hashes in it are damaged.
         StoreError: The medium failed or is too full.
         SupersededWriter: A newer attempt has claimed the root.
     """
+    ahead = ahead or HashingAhead(slot)
+    how = (retention, sink, trainer_is_alive, chooser, writers)
+    try:
+        done = _persist(repository, slot, *how)
+        if slot.state == SlotState.SEALED:
+            ahead.finish()
+        return done
+    finally:
+        ahead.stop()
+
+
+def _persist(
+    repository: Repository,
+    slot: Slot,
+    retention: Retention,
+    sink: Sink,
+    trainer_is_alive: Callable[[], bool],
+    chooser: Chooser | None,
+    writers: int,
+) -> Durable | Stored:
     capture = parse_capture(slot.meta, f"slot {slot.path or '(no name)'}")
     committed = _find_committed(repository, capture) or _find_stored(repository, capture)
     if committed is not None:
@@ -110,7 +138,20 @@ def persist(
         writers=writers,
         is_ready=lambda extent: slot.copied_bytes >= extent.stop,
         written=slot.release,
+        compare=lambda chunks: _refuse_changed(slot, capture, chunks),
     )
+
+
+def _refuse_changed(slot: Slot, capture: Capture, written: Sequence[Chunk]) -> None:
+    """Refuse what was not written as it had been hashed before, where somebody had."""
+    for chunk, expected in zip(written, hashes_of(slot, capture), strict=False):
+        if chunk.codec == RAW_BYTES and chunk.hash != expected:
+            raise DroppedCheckpoint(
+                capture.at.step,
+                "",
+                f"its memory in slot {slot.path} changed after it was sealed: the hash of "
+                f"{chunk.nbytes} bytes at {chunk.at} is {chunk.hash}, expected {expected}",
+            )
 
 
 def _find_stored(repository: Repository, capture: Capture) -> Stored | None:
@@ -163,6 +204,7 @@ def write_checkpoint(
     writers: int = 1,
     is_ready: Callable[[Extent], bool] = lambda extent: False,
     written: Callable[[Extent], None] = lambda extent: None,
+    compare: Callable[[Sequence[Chunk]], None] = lambda chunks: None,
 ) -> Durable | Stored:
     """Encode, flush and commit an image; blocks. With several ranks see ``persist``.
 
@@ -180,6 +222,7 @@ def write_checkpoint(
         is_ready: Whether ``wait`` would return at once.
         written: Receives each chunk when the store has taken it: then its image is not read again,
             unless it was encoded.
+        compare: Called after ``check`` with what was written, and raises alike.
 
     Raises:
         CheckpointError: Nothing was committed, and what was written is removed again as far
@@ -220,6 +263,7 @@ def write_checkpoint(
                 written=written,
             )
             check()
+            compare(flushed.chunks)
         index = Index(
             run=repository.run,
             at=at,

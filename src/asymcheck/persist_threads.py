@@ -15,6 +15,7 @@ from typing import Protocol
 from asymcheck.encoding import Chooser
 from asymcheck.errors import as_checkpoint_error
 from asymcheck.events import Sink
+from asymcheck.hashing import HashingAhead
 from asymcheck.memory.arena import Slot
 from asymcheck.memory.process import ProcessId
 from asymcheck.messages import Durable, Stored
@@ -80,6 +81,7 @@ class Job:
         ends: Processes that ended while they were at work on it.
         free: Called when the slot is not read any more.
         stored: What lies in the store then, and waits for other ranks.
+        ahead: Hashes it, in the process that persists.
     """
 
     slot: Slot
@@ -89,6 +91,7 @@ class Job:
     ends: int = 0
     free: Callable[[], None] = lambda: None
     stored: Stored | None = None
+    ahead: HashingAhead | None = None
 
 
 class PersistThread:
@@ -143,7 +146,7 @@ class PersistThread:
     ) -> Future[Durable]:
         """See ``Persister``."""
         slot.persister = ProcessId(0, 0)
-        job = Job(slot, step, Future(), free=stored)
+        job = Job(slot, step, Future(), free=stored, ahead=HashingAhead(slot))
         self._jobs.put(job)
         return job.future
 
@@ -181,10 +184,13 @@ class PersistThread:
                     lambda: True,
                     chooser,
                     self._writers,
+                    job.ahead,
                 )
                 if isinstance(found, Stored) and chooser.needs_commits:
                     found = self._backlog.wait(found, chooser)
             except BaseException as failure:  # noqa: BLE001  it is the caller's to see
+                if job.ahead is not None:
+                    job.ahead.stop()
                 settle(job, failure)
                 continue
             if isinstance(found, Stored):

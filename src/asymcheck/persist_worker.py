@@ -20,6 +20,7 @@ from typing import Any
 from asymcheck.encoding import Chooser
 from asymcheck.errors import CheckpointError, as_checkpoint_error
 from asymcheck.events import Sink, Span, discard
+from asymcheck.hashing import HashingAhead
 from asymcheck.memory.arena import Slot, SlotState
 from asymcheck.memory.process import ProcessId
 from asymcheck.messages import (
@@ -49,10 +50,12 @@ class _Work:
         slot: The slot.
         alone: Whether nothing else may be at work meanwhile: an earlier process died over it, or
             over another one that it had at work.
+        ahead: Hashes it, from when it came.
     """
 
     slot: Slot
     alone: bool
+    ahead: HashingAhead
 
 
 _LAST_LOOK_S = 1.0
@@ -203,7 +206,8 @@ class _Worker:
                 self._slots[token].token = token
                 self._slots[token].hold_as_persister()
             with self._changed:
-                self._queue.append(_Work(self._slots[token], message["alone"]))
+                slot = self._slots[token]
+                self._queue.append(_Work(slot, message["alone"], HashingAhead(slot)))
                 self._changed.notify_all()
 
     @staticmethod
@@ -222,7 +226,7 @@ class _Worker:
         try:
             chooser.prepare()
             while (work := self._next()) is not None:
-                self._persist_one(work.slot, chooser)
+                self._persist_one(work, chooser)
                 with self._changed:
                     self._at_work.remove(work)
                     self._changed.notify_all()
@@ -247,7 +251,8 @@ class _Worker:
                 self._changed.wait()
         return None
 
-    def _persist_one(self, slot: Slot, chooser: Chooser) -> None:
+    def _persist_one(self, work: _Work, chooser: Chooser) -> None:
+        slot = work.slot
         self._send({"begun": slot.token})
         try:
             self._promoter.expect_like(slot)
@@ -259,10 +264,12 @@ class _Worker:
                 self._trainer_is_alive,
                 chooser,
                 self._writers,
+                work.ahead,
             )
             if isinstance(found, Stored) and chooser.needs_commits:
                 found = self._backlog.wait(found, chooser)
         except CheckpointError as failure:
+            work.ahead.stop()  # before the report: after it the trainer may reuse the slot
             self._send({"failed": describe_error(failure), "slot": slot.token})
             return
         slot.state = SlotState.FREE  # before the report: after it the trainer may reuse it

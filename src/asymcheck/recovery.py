@@ -109,6 +109,7 @@ def restore(
     world: int = 1,
     on_world_change: WorldChange = "resplit",
     exchange: Exchange | None = None,
+    torn: bool = False,
 ) -> RestoreReport:
     """Load the newest checkpoint that is whole, or the one asked for; blocks.
 
@@ -132,9 +133,10 @@ def restore(
         on_world_change: What becomes of that where another number had saved.
         exchange: ``Ranks.exchange``, with more than one rank; what it raises goes on. Without
             it this rank asks no other.
+        torn: Whether live state was overwritten before, with what turned out to be damaged.
 
     Raises:
-        NoCheckpoint: There is none (of that step).
+        NoCheckpoint: There is none (of that step), and live state is as it was.
         CorruptCheckpoint: There are some and none is whole; ``TornRestore`` when live state
             was overwritten in part, on this rank or on another.
         IncompatibleCheckpoint: It does not match, on this rank or on another; nothing was changed.
@@ -143,9 +145,13 @@ def restore(
     ranks = Settling(rank, world, exchange)
     look = partial(_look, hierarchy, step)
     hierarchy.copies.forget()
-    torn = False
     looks = 0
-    candidates, skipped = ranks.first(look)
+    try:
+        candidates, skipped = ranks.first(look)
+    except NoCheckpoint as none:
+        if torn:
+            raise _torn_by(None, str(none)) from none
+        raise
     while candidates:
         at = candidates.pop(0)
         who = (rank, world, on_world_change)
@@ -202,9 +208,9 @@ def restore(
     raise CorruptCheckpoint(hierarchy.spoken, message)
 
 
-def _torn_by(at: CheckpointId, what: str) -> TornRestore:
+def _torn_by(at: CheckpointId | None, what: str) -> TornRestore:
     return TornRestore(
-        f"step {at.step} (attempt {at.attempt})",
+        "(state)" if at is None else f"step {at.step} (attempt {at.attempt})",
         f"{what}; the live state was overwritten in part: build it anew before training",
     )
 
@@ -377,18 +383,29 @@ class _Loading:
         *,
         once: bool,
     ) -> None:
-        """Read chunk after chunk; a few of them are decoded beside that, in threads.
+        """Read chunk after chunk; a few of them are decoded beside that, in threads, or read too
+        where several threads may.
 
         What fails is told in the order of the chunks. When this ends, no thread writes any more.
         """
-        pool = ThreadPoolExecutor(_DECODERS, "asymcheck-decode")
-        coming: deque[tuple[_Read, Loaded, Future[memoryview]]] = deque()
+        readers = self._hierarchy.readers
+        pool = ThreadPoolExecutor(max(_DECODERS, readers), "asymcheck-decode")
+        coming: deque[tuple[_Read, Loaded | None, Future[memoryview]]] = deque()
+
+        def read(piece: _Read, live: memoryview) -> memoryview:
+            checkpoint.read(index, piece.chunk, live, once=once)
+            return live
+
         try:
             for piece in _reads(index, sinks):
                 if piece.chunk.codec == RAW and piece.live is not None:
                     self.touched = True
-                    checkpoint.read(index, piece.chunk, piece.live, once=once)
-                    self._put(piece, piece.live)
+                    if readers == 1:
+                        self._put(piece, read(piece, piece.live))
+                        continue
+                    coming.append((piece, None, pool.submit(read, piece, piece.live)))
+                    if len(coming) > readers:
+                        self._finish(*coming.popleft())
                     continue
                 loaded = decoding.load(index, piece.chunk, once=once)
                 if piece.chunk.codec == RAW:
@@ -404,9 +421,10 @@ class _Loading:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _finish(self, piece: _Read, loaded: Loaded, decoded: Future[memoryview]) -> None:
-        self._put(piece, decoded.result())
-        loaded.release()
+    def _finish(self, piece: _Read, loaded: Loaded | None, done: Future[memoryview]) -> None:
+        self._put(piece, done.result())
+        if loaded is not None:
+            loaded.release()
 
     def _put(self, piece: _Read, raw: memoryview) -> None:
         """Write the bytes to every sink that does not have them yet."""

@@ -214,7 +214,7 @@ def plan_repair(repository: Repository, directory: Path = SHARED_MEMORY) -> Repa
     found = remnants(repository.run, directory)
     sealed = [r for r in found if r.slot.is_sealed]
     superseded = [r for r in sealed if r.at is not None and r.at.attempt < attempt]
-    writer = _writer(repository, attempt)
+    writer = _writer(repository, attempt, directory)
     return RepairPlan(
         repository,
         attempt,
@@ -253,7 +253,7 @@ def repair(
     # Slots without a name are seen by nobody: their persister may still be writing.
     while persisters_of(repository.run) and monotonic() < until_s:
         sleep(_POLL_S)
-    done.writer = _writer(repository, plan.attempt)
+    done.writer = _writer(repository, plan.attempt, directory)
     if not done.writer and _living_trainers(repository.run, directory):
         done.writer = "a job has been started"
     if not done.writer and repository.newest_attempt() == plan.attempt:
@@ -312,10 +312,13 @@ def _living_trainers(run: str, directory: Path) -> list[int]:
     return sorted(found)
 
 
-def _writer(repository: Repository, attempt: int) -> str:
+def _writer(repository: Repository, attempt: int, directory: Path) -> str:
     """Who may still write to the root: empty where it is certain that nobody does."""
     for persister, _ in persisters_of(repository.run):
         return f"persister process {persister.pid} is still at work"
+    for old in left_over(repository.run, directory):
+        if old.is_at_work:
+            return f"another process is at work on {old.path.name}"
     if attempt == 0:
         return "no start has claimed the root yet"
     try:

@@ -32,6 +32,7 @@ from asymcheck.planning.strategies import Strategy
 from asymcheck.planning.tiers import HasUrl, Tier
 from asymcheck.ranks import Announcement, alike
 from asymcheck.recovery import RestoreReport, TornRestore, restore
+from asymcheck.slot_start import InSlots
 from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.store import Store
 from asymcheck.termination import Termination
@@ -205,26 +206,18 @@ class Checkpointer(RootWriter):
             if resume == "never":
                 raise OptionError("resume: expected 'auto' or 'must' with a step, found 'never'")
         self.wait()
-        self._take_over()
+        self._settle_others()
         hierarchy: Hierarchy | None = None
+        self._in_slots = InSlots()
         if resume == "never":
+            self._take_over()
             self.report = RestoreReport(step=0)
         else:
             torn, self._torn = self._torn, True  # until it is over: it may be interrupted
             try:
                 hierarchy = self._hierarchy()
-                self.report = restore(
-                    hierarchy,
-                    self._state,
-                    step=step,
-                    strict=strict,
-                    cast=dtype_policy == "cast",
-                    sink=self._sink,
-                    rank=self._ranks.rank,
-                    world=self._ranks.world,
-                    on_world_change=on_world_change,
-                    exchange=self._ranks.exchange,
-                )
+                how = (step, strict, dtype_policy == "cast", on_world_change)
+                self.report = self._load_nearest(hierarchy, *how)
             except CheckpointError as failure:
                 self._torn = torn or isinstance(failure, TornRestore)
                 absent = isinstance(failure, NoCheckpoint)
@@ -235,12 +228,44 @@ class Checkpointer(RootWriter):
                 self.report = RestoreReport(step=0)
         self._torn = False
         found = self.report
-        parent = None if found.attempt is None else CheckpointId(found.attempt, found.step)
-        self._start_attempt(parent)
+        if self._finishing is None:
+            parent = None if found.attempt is None else CheckpointId(found.attempt, found.step)
+            self._start_attempt(parent)
         if hierarchy is not None:
-            self.report = self._heal(hierarchy, found)
+            self.report = self._in_slots.added_to(self._heal(hierarchy, found))
         self._timekeeper.begin(found.step)
         return found.step
+
+    def _load_nearest(
+        self,
+        hierarchy: Hierarchy,
+        step: int | None,
+        strict: bool,
+        cast: bool,
+        on_world_change: WorldChange,
+    ) -> RestoreReport:
+        """Restore out of shared memory; where that cannot be, make durable what is there first."""
+
+        def load(places: Hierarchy, torn: bool) -> RestoreReport:
+            return restore(
+                places,
+                self._state,
+                step=step,
+                strict=strict,
+                cast=cast,
+                sink=self._sink,
+                rank=self._ranks.rank,
+                world=self._ranks.world,
+                on_world_change=on_world_change,
+                exchange=self._ranks.exchange,
+                torn=torn,
+            )
+
+        report = self._from_slots(hierarchy, step, load)
+        if report is None:
+            self._take_over()
+            report = load(hierarchy, self._in_slots.torn)
+        return report
 
     @property
     def cadence_report(self) -> str:
@@ -249,6 +274,7 @@ class Checkpointer(RootWriter):
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that ``restore`` would choose from, oldest first."""
+        self._await_finishing(None)
         try:
             return [c.step for c in self._hierarchy().lineage()]
         except NoCheckpoint:
@@ -413,9 +439,12 @@ class Checkpointer(RootWriter):
         if self._closed or os.getpid() != self._pid:
             return  # the checkpointer of the parent of a fork is not the child's to close
         try:
-            self._agreed.meet("close", self._end, self._grace_s)
+            self._end_behind()
         finally:
-            self._part()
+            try:
+                self._agreed.meet("close", self._end, self._grace_s)
+            finally:
+                self._part()
 
     def _part(self) -> None:
         """Say good-bye to the other ranks, unless a close was interrupted and may come again."""

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from asymcheck.capture import Capture, dump_capture
+from asymcheck.capture import Capture, dump_capture, hash_room_bytes
 from asymcheck.device.cuda import Pinning
 from asymcheck.device.fence import UpdateHook
 from asymcheck.device.freezing import Freezer, defer_device_leaves
@@ -213,11 +213,12 @@ class Snapshotter:
         step = described.at.step
         meta = dump_capture(described, placed.geometry)
         capacity = capacity_for(placed.at.layout.image_bytes, placed.watched.nbytes)
-        slot = self._arena.reserve(capacity, len(meta), 0.0)
+        meta_bytes = len(meta) + hash_room_bytes(len(described.chunks))
+        slot = self._arena.reserve(capacity, meta_bytes, 0.0)
         if slot is None and len(self._arena.tokens()) == 1:
             self._keeper.make_way()  # there is memory for one slot only
         if slot is None and when_full == "wait":
-            slot = self._arena.reserve(capacity, len(meta))
+            slot = self._arena.reserve(capacity, meta_bytes)
         if slot is None:
             why = (
                 f"{self._strategy.admission.max_in_flight} saves are still under way: save less "

@@ -23,7 +23,6 @@ from asymcheck.errors import (
     RankFailed,
     StoreError,
 )
-from asymcheck.events import Sink
 from asymcheck.garbage import put_off
 from asymcheck.handles import Handle
 from asymcheck.handover import take_over
@@ -31,12 +30,12 @@ from asymcheck.memory.arena import SHARED_MEMORY, Arena
 from asymcheck.mending import in_words, mend
 from asymcheck.outcomes import Outcomes, warn
 from asymcheck.persister import Persister, is_own_memory, start_persister
-from asymcheck.planning.retention import CheckpointId, Retention
+from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.strategies import Strategy
 from asymcheck.planning.tiers import Tier, spoken_url
 from asymcheck.rank_store import host
-from asymcheck.ranks import Ranks
 from asymcheck.recovery import RestoreReport
+from asymcheck.slot_start import SlotStart
 from asymcheck.snapshotter import Snapshotter
 from asymcheck.storage.bounded import within
 from asymcheck.storage.copies import Place
@@ -54,20 +53,15 @@ _ENDLESS_S = 1e8
 _TIMES_ASKED = 4  # tiers at the most in one call, which other ranks wait for
 
 
-class RootWriter:
+class RootWriter(SlotStart):
     """What a ``Checkpointer`` stands on. All calls come from the training thread.
 
     Its subclass sets the attributes that are only declared here.
     """
 
-    _ranks: Ranks
     _agreed: Agreement
     _strategy: Strategy
-    _retention: Retention
-    _read_only: bool
-    _grace_s: float
     _timeout_s: float
-    _sink: Sink
     _tracer: Tracer | None
     _outcomes: Outcomes
     _state: State
@@ -78,10 +72,10 @@ class RootWriter:
     _persist: Literal["process", "thread"]
 
     def __init__(self) -> None:
+        super().__init__()
         self._repository: Repository | None = None
         self._snapshotter: Snapshotter | None = None
         self._persister: Persister | None = None
-        self._attempt: int | None = None
         self._latest_step = 0
         self._closed = False
         self._pid = os.getpid()
@@ -192,12 +186,16 @@ class RootWriter:
                 warn(message)
         return report
 
+    def _settle_others(self) -> None:
+        """Finish what an older one of this process has under way."""
+        if not self._read_only:
+            for message in settle_others(self, self._existing().run, self._store.url):
+                warn(message)
+
     def _take_over(self) -> None:
-        """Finish what others left: an older one of this process, a dead trainer of this run."""
+        """Finish what dead trainers of this run left."""
         if self._read_only:
             return
-        for message in settle_others(self, self._existing().run, self._store.url):
-            warn(message)
 
         def finish() -> int:
             # Each stores what it finds here, then commits what all have stored; so when all are
@@ -268,7 +266,9 @@ class RootWriter:
 
     def _take_attempt(self, step: int, last_step: int) -> None:
         """Have an attempt to save under, so that ``(attempt, step)`` was never used."""
+        self._claim_behind()
         if self._attempt is None:
+            self._settle_others()
             self._take_over()
             self._ranks.first("looking at the root", self._refuse_other_checkpoints)
             self._start_attempt(None)
@@ -359,6 +359,7 @@ class RootWriter:
     def _note_step(self, step: int) -> None:
         self._check_process()
         self._latest_step = step
+        self._claim_if_over()
         if self._snapshotter is not None:
             self._snapshotter.note_step(step)
             self._snapshotter.settle()
@@ -431,19 +432,23 @@ class RootWriter:
         failure = self._failure()
         if failure is not None:
             raise failure
-        return not self._outcomes.pending
+        return not self._outcomes.pending and self._await_finishing(0.0)
 
     def _wait_for_pending(self, limit_s: float | None) -> None:
         """Wait until every save of this rank is durable or failed."""
         if self._snapshotter is not None:
             self._outcomes.pending += self._snapshotter.drain()
         wait_futures([h.durable for h in self._outcomes.pending], limit_s)
+        self._await_finishing(limit_s)
 
     def _settle(self, limit_s: float | None) -> bool:
         """Wait until every save so far is durable or failed, on all ranks."""
         self._wait_for_pending(limit_s)
         # Some may have to wait for what others never stored, as long as that takes to be sure.
-        return self._agreed.meet("wait", self._settled, self._timeout_s + (limit_s or 0.0))
+        done = self._agreed.meet("wait", self._settled, self._timeout_s + (limit_s or 0.0))
+        if done:
+            self._claim_behind()
+        return done
 
     def _await_tier(self, name: str, limit_s: float | None) -> bool:
         """Have the newest go to a tier, and wait until it is there; rank 0 does both."""

@@ -199,7 +199,8 @@ def resume(say: Say, url: str, strategy: str, grace_s: float) -> None:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         job = Job(url, strategy, grace_s)
-    seconds = time.perf_counter() - begin_s
+        seconds = time.perf_counter() - begin_s
+        job.checkpointer.wait()  # what was read in shared memory is in the root then
     training, report = job.training, job.checkpointer.report
     job.checkpointer._grace_s = WAIT_S  # it was for what the dead one left
     at = CheckpointId(report.attempt or 0, report.step)

@@ -180,6 +180,7 @@ class _Life:
         )
         try:
             self.step = self.checkpointer.restore()
+            self.checkpointer.wait(_WAIT_S)  # what was read in shared memory is durable then
         except BaseException:
             self.end()
             raise

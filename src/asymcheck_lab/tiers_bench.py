@@ -16,16 +16,19 @@ from torch import nn
 
 from asymcheck import Checkpointer, Strategy
 from asymcheck.errors import CheckpointError
+from asymcheck.handover import persisters_of
 from asymcheck.planning.cadence import EverySteps
 from asymcheck.planning.policy import Admission
 from asymcheck.planning.tiers import Placement, Tier, spoken_url
+from asymcheck.storage.repository import open_repository
+from asymcheck.storage.store import open_store
 from asymcheck.testing.children import Say, run_in_child
 from asymcheck_lab.bench_child import run_root
 from asymcheck_lab.bench_stats import estimate
 from asymcheck_lab.errors import LabError, RunError, UsageError
 
 BEGIN, END = "<!-- restore times: begin -->", "<!-- restore times: end -->"
-MEMORY, ROOT = "shared memory", "root"
+MEMORY, UNHASHED, ROOT = "shared memory", "shared memory, not hashed", "root"
 _MIB = 1 << 20
 _TENSORS = 16
 _WAIT_S = 120.0
@@ -36,7 +39,7 @@ class TierSeconds:
     """One restore.
 
     Attributes:
-        tier: ``shared memory``, ``root``, or where it is.
+        tier: ``shared memory``, the same and ``not hashed``, ``root``, or where it is.
         round: Which one, from 1 on.
         restored_bytes: What was loaded.
         restore_s: From making the ``Checkpointer`` until the state was back.
@@ -55,8 +58,9 @@ def measure_tiers(
 ) -> list[TierSeconds]:
     """Restore the same state out of shared memory, the root and each tier, in turns; blocks.
 
-    A restore out of shared memory begins with a trainer that is killed once its state is whole
-    there. It ends as every start does: the slot is made durable, then loaded.
+    A restore out of shared memory begins with a trainer that is killed once its state is whole and
+    hashed there: it is read there, and made durable after the restore. Where its persister was
+    killed too, before it had hashed anything, the slot is made durable first, then loaded.
 
     Args:
         mib: Size of the state, in MiB.
@@ -101,12 +105,15 @@ def _round(number: int, mib: int, tiers: Sequence[str], folder: Path) -> list[Ti
         for name, url in ((ROOT, root), *((t.name, str(t.url)) for t in places)):
             spent = _restore(url, saved, mib, read_only=True)
             found.append(TierSeconds(name, number, _nbytes(saved), spent, memcpy_s))
-        other = str(scratch / "memory")
-        ended = run_in_child(partial(_save_and_die, other, mib))
-        if not ended.was_killed:
-            raise RunError("the trainer that was to be killed ended by itself")
-        spent = _restore(other, saved, mib, read_only=False)
-        found.append(TierSeconds(MEMORY, number, _nbytes(saved), spent, memcpy_s))
+        for name, die in ((MEMORY, _save_and_die), (UNHASHED, _die_unhashed)):
+            other = str(scratch / die.__name__)
+            ended = run_in_child(partial(die, other, mib))
+            if name == UNHASHED:
+                _signal_persisters(other, signal.SIGKILL)
+            if not ended.was_killed:
+                raise RunError("the trainer that was to be killed ended by itself")
+            spent = _restore(other, saved, mib, read_only=False)
+            found.append(TierSeconds(name, number, _nbytes(saved), spent, memcpy_s))
     return found
 
 
@@ -118,6 +125,20 @@ def _save_and_die(root: str, mib: int, say: Say) -> None:
     ckpt.restore()
     say(ckpt.save(1).durable.result(_WAIT_S).tier)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_unhashed(root: str, mib: int, say: Say) -> None:
+    with_room = Strategy(admission=Admission(max_in_flight=2))
+    ckpt = Checkpointer(root, state={"m": _module(mib, 1)}, strategy=with_room, ranks="alone")
+    ckpt.restore()
+    _signal_persisters(root, signal.SIGSTOP)
+    ckpt.save(1).captured.result(_WAIT_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _signal_persisters(root: str, number: signal.Signals) -> None:
+    for persister, _ in persisters_of(open_repository(open_store(root)).run):
+        os.kill(persister.pid, number)
 
 
 def _restore(url: str, saved: nn.Module, mib: int, *, read_only: bool) -> float:

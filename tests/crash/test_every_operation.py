@@ -213,6 +213,7 @@ def check_what_is_there(raw: Store, log: Log) -> Life:
     if found >= 0:
         assert step == life.more["step"] == log.steps()[found]
         assert torch.equal(life.tensor, content(found))
+    life.ckpt.wait()  # what was read in shared memory is durable, and the root is claimed
     assert_nothing_left_over(raw)
 
     life.serial = 100

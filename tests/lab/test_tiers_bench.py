@@ -23,9 +23,9 @@ def test_each_tier_has_its_row_and_its_records(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     records = [json.loads(line) for line in results.read_text().splitlines()]
     names = [record["tier"] for record in records]
-    assert names == ["root", "far", "shared memory"]
+    assert names == ["root", "far", "shared memory", "shared memory, not hashed"]
     assert all(r["restored_bytes"] == 2 << 20 and r["restore_s"] > 0 for r in records)
-    assert [f"| {name} |" in page.read_text() for name in names] == [True] * 3
+    assert [f"| {name} |" in page.read_text() for name in names] == [True] * 4
     assert list((tmp_path / "dir").iterdir()) == []
 
 

@@ -26,6 +26,7 @@ WITH_TORCH = {
     "session.py",
     "snapshotter.py",
     "testing",
+    "slot_start.py",
     "writing.py",
 }
 TORCHLESS = sorted({path.name for path in LIBRARY.iterdir()} - WITH_TORCH - {"py.typed"})

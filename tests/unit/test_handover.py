@@ -22,7 +22,7 @@ import torch._dynamo  # before any fork: each child would load it anew
 from asymcheck import Checkpointer, handover, writing
 from asymcheck.capture import Canary, Capture, dump_capture
 from asymcheck.decoding import verify
-from asymcheck.errors import CheckpointWarning, OptionError, SupersededWriter
+from asymcheck.errors import CheckpointWarning, OptionError, StoreError, SupersededWriter
 from asymcheck.events import discard
 from asymcheck.handover import take_over
 from asymcheck.memory import process as process_module
@@ -346,6 +346,19 @@ def _checkpointer(root: Path, **options: Any) -> tuple[Checkpointer, torch.Tenso
     return Checkpointer(root, state={"w": weight}, **options), weight
 
 
+def until_hashed(checkpointer: Checkpointer) -> None:
+    """Wait until what is sealed has its hashes."""
+    run = checkpointer._existing().run
+    end = time.monotonic() + WAIT_S
+    while not any(
+        slot.hashes and slot.state == SlotState.SEALED
+        for path in slots_of(SHARED_MEMORY, run)
+        for slot in [Slot.open(path)]
+    ):
+        assert time.monotonic() < end, "timed out: it is hashed"
+        time.sleep(0.002)
+
+
 def die_with_a_sealed_slot(root: Path, persist: str) -> int:
     """A trainer that is killed with step 2 sealed and not yet written; returns its number."""
     torch.set_num_threads(1)
@@ -357,6 +370,7 @@ def die_with_a_sealed_slot(root: Path, persist: str) -> int:
 
         def stuck(self: LocalStore, name: str, parts: Any) -> int:
             if name.startswith("step-00000002"):
+                until_hashed(checkpointer)
                 say("stuck")
                 time.sleep(600)
             return write(self, name, parts)
@@ -460,10 +474,14 @@ def test_a_save_without_a_restore_takes_over_first_and_then_refuses(root: Path) 
         checkpointer.save(3)
 
 
-def test_a_slot_that_is_kept_for_want_of_room_is_saved_by_a_later_start(
+def test_a_slot_that_nobody_hashed_and_that_has_no_room_is_left_behind(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     die_with_a_sealed_slot(root, "thread")
+    for path in slots_of(SHARED_MEMORY, create_repository(open_store(str(root))).run):
+        slot = Slot.open(path)
+        slot.leave_hashes(b"")
+        slot.close(unlink=False)
     with monkeypatch.context() as patch:
         patch.setattr("asymcheck.storage.local.LocalStore.free_bytes", lambda _: 10)
         checkpointer, weight = _checkpointer(root, persist="thread")
@@ -478,6 +496,27 @@ def test_a_slot_that_is_kept_for_want_of_room_is_saved_by_a_later_start(
     assert torch.equal(weight, torch.full((8,), 1.0))
     assert any("was given up" in str(w.message) for w in caught)
     later.close()
+
+
+def test_a_slot_that_is_kept_for_want_of_room_is_saved_by_a_later_start(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    die_with_a_sealed_slot(root, "thread")
+    with monkeypatch.context() as patch:
+        patch.setattr("asymcheck.storage.local.LocalStore.free_bytes", lambda _: 10)
+        checkpointer, weight = _checkpointer(root, persist="thread")
+        assert checkpointer.restore() == 2
+        assert torch.equal(weight, torch.full((8,), 2.0))
+        with (
+            pytest.warns(CheckpointWarning, match="could not be made durable yet"),
+            pytest.raises(StoreError, match="it stays there, and the next save tries again"),
+        ):
+            checkpointer.close()
+    later, weight = _checkpointer(root, persist="thread")
+    assert later.restore() == 2
+    assert torch.equal(weight, torch.full((8,), 2.0))
+    later.close()
+    assert not list(slots_of(SHARED_MEMORY, create_repository(open_store(str(root))).run))
 
 
 def test_restoring_in_mid_run_ends_the_capture_and_takes_nothing_from_itself(root: Path) -> None:

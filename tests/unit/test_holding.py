@@ -153,7 +153,7 @@ def test_a_persister_of_another_container_is_waited_for_and_its_slot_left_to_it(
         done, said = take(repository, memory)
         assert done == []
         assert "could not be made durable yet" in said[0]
-        assert "a persister of another container is at work on it" in said[0]
+        assert "another process is at work on it" in said[0]
         removal = remove_remnants(remnants(None, memory), discard_sealed=True)
         assert [why for _, why in removal.kept] == ["persister process 0 is at work on it"]
         assert working.path.exists()

@@ -98,6 +98,8 @@ class _Word(IntEnum):
     TORN = 14
     RELEASED = 15
     BEAT = 16
+    HASHES = 17
+    TAKEN = 18
 
 
 _ROOT_AT = 1024  # from here on the header page holds the root's URL
@@ -109,6 +111,7 @@ class Slot:
     Args:
         fd: A descriptor of the file; the slot closes it.
         path: Its name, ``None`` for memory without one.
+        populate: Whether all of it is mapped now, which blocks: for who reads or writes most of it.
 
     Attributes:
         token: Tells the slots of one arena apart.
@@ -116,7 +119,7 @@ class Slot:
         is_given_up: Whether its persister failed; in the process of its trainer.
     """
 
-    def __init__(self, fd: int, path: Path | None) -> None:
+    def __init__(self, fd: int, path: Path | None, *, populate: bool = True) -> None:
         self.fd = fd
         self.path = path
         self.token = 0
@@ -127,8 +130,8 @@ class Slot:
         self._lock = threading.Lock()
         size = os.fstat(fd).st_size
         (sparse,) = struct.unpack("Q", os.pread(fd, 8, 8 * _Word.SPARSE))
-        populate = 0 if sparse else getattr(mmap, "MAP_POPULATE", 0)
-        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED | populate)
+        flags = 0 if sparse or not populate else getattr(mmap, "MAP_POPULATE", 0)
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED | flags)
         self._bytes = memoryview(self._map)
         self._words = self._bytes[:PAGE_BYTES].cast("Q")
         if self._words[_Word.MAGIC] not in (0, _MAGIC):
@@ -198,7 +201,7 @@ class Slot:
 
     @classmethod
     def open(cls, path: Path) -> Slot:
-        """Map an existing slot of this user.
+        """Map an existing slot of this user; what is read of it takes memory when it is.
 
         Raises:
             OSError: It is gone, or belongs to somebody else.
@@ -211,7 +214,7 @@ class Slot:
                 raise PermissionError(f"{path}: not a private file of this user")
             if found.st_size < PAGE_BYTES:
                 raise ValueError(f"{path}: not an asymcheck slot")
-            return cls(fd, path)
+            return cls(fd, path, populate=False)
         except BaseException:
             os.close(fd)
             raise
@@ -381,6 +384,7 @@ class Slot:
             CaptureError: The slot is sparse, and there is no memory for the canaries.
         """
         self.state = SlotState.FREE
+        self._words[_Word.HASHES] = self._words[_Word.TAKEN] = 0
         self.empty()
         self.is_given_up = False
         self.copied_bytes = 0
@@ -418,6 +422,27 @@ class Slot:
         """The description."""
         at = PAGE_BYTES + self._words[_Word.CAPACITY]
         return bytes(self._bytes[at : at + self._words[_Word.META]])
+
+    @property
+    def hashes(self) -> bytes:
+        """What was left with ``leave_hashes`` for this content, empty where nothing was."""
+        at = PAGE_BYTES + self._words[_Word.CAPACITY] + self._words[_Word.META]
+        return bytes(self._bytes[at : at + self._words[_Word.HASHES]])
+
+    def leave_hashes(self, data: bytes) -> None:
+        """Keep hashes of the content with it, until the next ``begin``. Whoever persists may."""
+        at = PAGE_BYTES + self._words[_Word.CAPACITY] + self._words[_Word.META]
+        self._bytes[at : at + len(data)] = data
+        self._words[_Word.HASHES] = len(data)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a start went on from this content, read here."""
+        return bool(self._words[_Word.TAKEN])
+
+    def note_taken(self) -> None:
+        """Say that a start goes on from this content."""
+        self._words[_Word.TAKEN] = 1
 
     def close(self, *, unlink: bool) -> None:
         """Unmap as soon as no view is left; with ``unlink`` remove the file too."""

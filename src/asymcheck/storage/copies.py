@@ -7,6 +7,7 @@ passes: a repository of one store is read in the same way as a hierarchy of many
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -67,7 +68,8 @@ class Served:
     Attributes:
         tier: Name of the place.
         nbytes: Bytes that passed their check.
-        duration_s: Seconds in its calls, those that failed too.
+        duration_s: Seconds in its calls, those that failed too; once where several were made at
+            a time.
     """
 
     tier: str
@@ -85,6 +87,8 @@ class Notes:
         unreachable: Places that could not be listed, each with why.
         listed: What lay in each of several places when all were listed: size in bytes by name.
         slow: Places that took long to fail.
+
+    Calls of places may be noted from several threads at a time.
     """
 
     served: dict[str, Served] = field(default_factory=dict)
@@ -92,21 +96,35 @@ class Notes:
     unreachable: dict[str, str] = field(default_factory=dict)
     listed: dict[str, dict[str, int]] = field(default_factory=dict)
     slow: set[str] = field(default_factory=set)
+    _under_way: dict[str, tuple[int, float]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, found: BadCopy) -> None:
         """Note a bad copy, once."""
         self.bad.setdefault((found.tier, found.name, found.offset), found)
 
-    def charge(self, tier: str, nbytes: int, duration_s: float) -> None:
-        """Count what a place gave and took."""
-        so_far = self.served.get(tier, Served(tier))
-        self.served[tier] = Served(tier, so_far.nbytes + nbytes, so_far.duration_s + duration_s)
+    def begin(self, tier: str, now_s: float) -> None:
+        """A call of a place begins."""
+        with self._lock:
+            calls, since_s = self._under_way.get(tier, (0, now_s))
+            self._under_way[tier] = calls + 1, since_s
+
+    def end(self, tier: str, nbytes: int, now_s: float) -> None:
+        """A call ends: count what the place gave, and its seconds when no other is under way."""
+        with self._lock:
+            calls, since_s = self._under_way.pop(tier)
+            if calls > 1:
+                self._under_way[tier] = calls - 1, since_s
+                since_s = now_s
+            so_far = self.served.get(tier, Served(tier))
+            spent_s = so_far.duration_s + now_s - since_s
+            self.served[tier] = Served(tier, so_far.nbytes + nbytes, spent_s)
 
 
 class Copies:
     """The same objects in several places.
 
-    Reading is for one thread at a time.
+    Reading is for one thread at a time; of objects that are open, for as many as their stores take.
 
     Args:
         places: Nearest first, at least one.
@@ -220,7 +238,8 @@ class Copies:
         failures: list[tuple[Place, CheckpointError]] = []
         for place in self._order(name):
             start_s = perf_counter()
-            nbytes = 0
+            notes, nbytes = self.notes, 0
+            notes.begin(place.name, start_s)
             try:
                 result, nbytes = work(place)
                 return result
@@ -228,7 +247,7 @@ class Copies:
                 failures.append((place, failure))
                 self._note(place, name, offset, failure, perf_counter() - start_s)
             finally:
-                self.notes.charge(place.name, nbytes, perf_counter() - start_s)
+                notes.end(place.name, nbytes, perf_counter())
         try:
             raise _worst(name, failures)
         finally:

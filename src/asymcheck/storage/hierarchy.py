@@ -31,15 +31,20 @@ class Hierarchy:
         places: Where copies lie, nearest first.
         run: Id of the run.
         limit_s: How long listing may take where there are several places.
+        readers: How many threads may read chunks of an open checkpoint at a time.
 
     Attributes:
         run: Id of the run.
         copies: The objects, and notes of what was met while they were read.
         known: Manifests that were read before, where each read is dear; ``None`` to read anew.
+        readers: As told.
     """
 
-    def __init__(self, places: Sequence[Place], run: str, limit_s: float = 60.0) -> None:
+    def __init__(
+        self, places: Sequence[Place], run: str, limit_s: float = 60.0, *, readers: int = 1
+    ) -> None:
         self.run = run
+        self.readers = readers
         self.copies = Copies(places, limit_s)
         self.known: dict[str, Manifest] | None = {} if len(places) > 1 else None
 

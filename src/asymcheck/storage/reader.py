@@ -22,7 +22,7 @@ from asymcheck.storage.manifest import (
 )
 from asymcheck.storage.names import index_name, manifest_name, step_folder
 from asymcheck.storage.sealed import MAX_SEALED_BYTES, digest, short
-from asymcheck.storage.store import Readable, ReadsOnce
+from asymcheck.storage.store import Readable, ReadsHashed, ReadsOnce
 
 _SPOKEN_KEYS = 8
 
@@ -72,11 +72,14 @@ def read_chunk(
     Raises like ``OpenCheckpoint.read``; blocks.
     """
     pack = index.packs[chunk.pack]
-    if once and isinstance(opened, ReadsOnce):
-        opened.read_once(chunk.offset, into)
+    if isinstance(opened, ReadsHashed):
+        found = opened.read_hashed(chunk.offset, into)
     else:
-        opened.readinto(chunk.offset, into)
-    found = digest(into)
+        if once and isinstance(opened, ReadsOnce):
+            opened.read_once(chunk.offset, into)
+        else:
+            opened.readinto(chunk.offset, into)
+        found = digest(into)
     where = f"{pack.name} at byte {chunk.offset}"
     if found != chunk.hash:
         raise CorruptCheckpoint(

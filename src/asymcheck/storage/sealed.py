@@ -32,6 +32,21 @@ def digest(data: bytes | bytearray | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+class Digest:
+    """``digest`` of bytes that come in parts."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def add(self, part: bytes | bytearray | memoryview) -> None:
+        """The next part; without the interpreter lock where it is long."""
+        self._state.update(part)
+
+    def hex(self) -> str:
+        """Of all parts so far."""
+        return self._state.hexdigest()
+
+
 def seal(value: Mapping[str, Any]) -> bytes:
     """``value`` as one line of ASCII JSON that ends with its own hash."""
     return seal_text(json.dumps(value, separators=(",", ":"), allow_nan=False)[:-1])

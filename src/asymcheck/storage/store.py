@@ -82,6 +82,15 @@ class ReadsOnce(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsHashed(Protocol):
+    """An open object that hashes what it reads on the way."""
+
+    def read_hashed(self, offset: int, into: memoryview) -> str:
+        """As ``Readable.readinto``; returns the ``sealed.digest`` of what was read."""
+        ...
+
+
 class Store(Protocol):
     """A medium. Calls block; any thread may make them, several at a time."""
 

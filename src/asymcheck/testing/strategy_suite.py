@@ -196,6 +196,7 @@ class StrategySuite:
         with warnings.catch_warnings():  # what nobody promised may be given up, aloud
             warnings.simplefilter("ignore", CheckpointWarning)
             again = _Job(root, strategy, persist="thread")
+            again.checkpointer.wait()  # what was read in shared memory is in the store then
         assert promised <= again.step <= _MOST_STEPS
         if again.step:
             _compare(root, again.step, again.live(), _reference()[again.step])
