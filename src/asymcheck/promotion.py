@@ -152,6 +152,7 @@ class Mover:
         self._copy: Repository | None = None
         self._shared: set[int] = set()  # attempts whose records are the same in both
         self._unfinished: set[CheckpointId] = set()
+        self._is_swept = False  # whether nothing is half written there
         self._is_tidy = False  # whether what earlier writers left half-copied was removed
         self._damage = ""  # of the newest checkpoint that could not be copied for it
         self._lock = threading.Lock()
@@ -221,6 +222,7 @@ class Mover:
                 return
             except Exception as bad:  # noqa: BLE001  a store may raise anything
                 failure = as_checkpoint_error(bad)
+                self._is_swept = False  # what it was writing may lie there in parts
                 retryable = isinstance(failure, StoreError) and failure.retryable
                 _log.warning("tier %s: %s", self._tier.label, failure)
                 if pause_s is None or not retryable:
@@ -230,12 +232,13 @@ class Mover:
                     self._changed.wait_for(lambda: self._closing, pause_s)
 
     def _opened(self) -> Repository:
-        if self._copy is None:
-            copy = open_copy(self._store, self._home.run)
+        copy = self._copy or open_copy(self._store, self._home.run)
+        if not self._is_swept:
             self._check(copy)
             copy.store.sweep()
-            self._copy = copy
-        return self._copy
+            self._is_swept = True
+        self._copy = copy
+        return copy
 
     def _check(self, copy: Repository) -> None:
         """Make sure that this writer is the newest, at home and in the tier: the record of a newer

@@ -239,6 +239,10 @@ class Checkpointer(RootWriter):
         self._start_attempt(parent)
         if hierarchy is not None:
             self.report = self._heal(hierarchy, found)
+        if not self._read_only:
+            # A persister that is started now is there at the first save. Not before tiers were
+            # mended: it removes what is half written there.
+            self._capturing()
         self._timekeeper.begin(found.step)
         return found.step
 

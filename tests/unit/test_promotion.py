@@ -346,6 +346,24 @@ def test_a_tier_catches_up_when_it_returns() -> None:
     assert home.state.promoted + home.state.skipped >= 5
 
 
+def test_what_a_failed_copy_left_half_written_is_swept_once_the_tier_is_back() -> None:
+    home = Home()
+    home.commit(1)
+    home.far.fault = Fault(op="write", name="*.pack", when="mid")
+    home.mover.catch_up()
+    home.far.fault = Fault(do="none")
+    before = len(home.far.operations)
+    home.commit(2)
+    home.mover.catch_up()
+    home.commit(3)
+    home.mover.catch_up()
+    assert home.there == [2, 3]
+    operations = home.far.operations[before:]
+    assert operations.count(("sweep", "")) == 1
+    first = next(i for i, (op, n) in enumerate(operations) if op == "write" and "pack" in n)
+    assert operations.index(("sweep", "")) < first
+
+
 def test_what_may_be_tried_again_is_tried_a_bounded_number_of_times() -> None:
     home = Home()
     home.commit(1)

@@ -248,3 +248,26 @@ def test_a_delta_finds_its_base_in_a_farther_tier() -> None:
         assert ckpt.restore() == 3
         assert torch.equal(model.weight, expected)
         assert all(served.nbytes for served in ckpt.report.served)
+
+
+def test_a_tier_is_mended_before_what_is_half_written_there_is_swept(
+    home: MemoryStore, far: MemoryStore
+) -> None:
+    name = pack_name(TWO, 0, 1)
+    flip(far, name)
+    watched = FaultyStore(far)
+    found = Resumed(MemoryStore("new"), Tier(watched, name="far"), home)
+    assert (found.step, [h.why_not for h in found.report.healed]) == (2, [""])
+    assert read_all(far, name) == read_all(home, name)
+    assert ("write", name) in watched.operations
+    assert ("sweep", "") in watched.operations  # by whoever promotes: it would break the write
+    assert watched.operations.index(("write", name)) < watched.operations.index(("sweep", ""))
+
+
+def test_a_write_that_a_sweep_broke_is_made_once_more(home: MemoryStore, far: MemoryStore) -> None:
+    name = pack_name(TWO, 0, 1)
+    flip(far, name)
+    swept = FaultyStore(far, Fault(op="write", name=name, when="mid"))
+    found = Resumed(MemoryStore("new"), Tier(swept, name="far"), home)
+    assert (found.step, [h.why_not for h in found.report.healed]) == (2, [""])
+    assert read_all(far, name) == read_all(home, name)

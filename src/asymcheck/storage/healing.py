@@ -96,7 +96,7 @@ def _heal(hierarchy: Hierarchy, place: Place, name: str) -> int:
         _refuse_another(hierarchy.copies.only(place), opened.manifest)
         if what_is_wrong(place, opened, name) is None:
             return 0
-        write_whole(place.store, name, _parts(hierarchy.copies, opened, name))
+        _write(place, name, lambda: _parts(hierarchy.copies, opened, name))
         if what_is_wrong(place, opened, name) is not None:
             raise StoreError(
                 f"{place.name}: {name} was written anew and is still not what was committed: look "
@@ -107,6 +107,15 @@ def _heal(hierarchy: Hierarchy, place: Place, name: str) -> int:
             place.store.delete(name)  # retention took the checkpoint away meanwhile
             return 0
         return _nbytes(opened.manifest, hierarchy.copies, name)
+
+
+def _write(place: Place, name: str, parts: Callable[[], Iterable[Buffer]]) -> None:
+    try:
+        write_whole(place.store, name, parts())
+    except StoreError:
+        # Whoever promotes to that place sweeps it once when it begins, on rank 0: what another rank
+        # was writing meanwhile is gone.
+        write_whole(place.store, name, parts())
 
 
 def _refuse_another(copies: Copies, manifest: Manifest) -> None:
