@@ -8,14 +8,16 @@ passes: a repository of one store is read in the same way as a hierarchy of many
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from time import perf_counter
 from typing import Literal, TypeVar
 
 from asymcheck.errors import CheckpointError, CorruptCheckpoint, ObjectNotFound, StoreError
 from asymcheck.storage.bounded import within
+from asymcheck.storage.lanes import MOST_LANES
 from asymcheck.storage.store import Readable, Store, read_all
 
 T = TypeVar("T")
@@ -67,7 +69,7 @@ class Served:
     Attributes:
         tier: Name of the place.
         nbytes: Bytes that passed their check.
-        duration_s: Seconds in its calls, those that failed too.
+        duration_s: Seconds in which a call of it was under way, those that failed too.
     """
 
     tier: str
@@ -85,6 +87,8 @@ class Notes:
         unreachable: Places that could not be listed, each with why.
         listed: What lay in each of several places when all were listed: size in bytes by name.
         slow: Places that took long to fail.
+
+    Several threads may note what they meet.
     """
 
     served: dict[str, Served] = field(default_factory=dict)
@@ -92,21 +96,34 @@ class Notes:
     unreachable: dict[str, str] = field(default_factory=dict)
     listed: dict[str, dict[str, int]] = field(default_factory=dict)
     slow: set[str] = field(default_factory=set)
+    _under_way: dict[str, tuple[int, float]] = field(default_factory=dict, repr=False)
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def add(self, found: BadCopy) -> None:
         """Note a bad copy, once."""
-        self.bad.setdefault((found.tier, found.name, found.offset), found)
+        with self._lock:
+            self.bad.setdefault((found.tier, found.name, found.offset), found)
 
-    def charge(self, tier: str, nbytes: int, duration_s: float) -> None:
-        """Count what a place gave and took."""
-        so_far = self.served.get(tier, Served(tier))
-        self.served[tier] = Served(tier, so_far.nbytes + nbytes, so_far.duration_s + duration_s)
+    def begin(self, tier: str) -> None:
+        """A call of a place begins."""
+        with self._lock:
+            others, since_s = self._under_way.get(tier, (0, 0.0))
+            self._under_way[tier] = others + 1, since_s if others else perf_counter()
+
+    def end(self, tier: str, nbytes: int) -> None:
+        """One has ended: count what it gave, and the time in which any was under way."""
+        with self._lock:
+            others, since_s = self._under_way[tier]
+            self._under_way[tier] = others - 1, since_s
+            so_far = self.served.get(tier, Served(tier))
+            took_s = 0.0 if others > 1 else perf_counter() - since_s
+            self.served[tier] = Served(tier, so_far.nbytes + nbytes, so_far.duration_s + took_s)
 
 
 class Copies:
     """The same objects in several places.
 
-    Reading is for one thread at a time.
+    Listing is for one thread at a time; several may read.
 
     Args:
         places: Nearest first, at least one.
@@ -221,6 +238,7 @@ class Copies:
         for place in self._order(name):
             start_s = perf_counter()
             nbytes = 0
+            self.notes.begin(place.name)
             try:
                 result, nbytes = work(place)
                 return result
@@ -228,7 +246,7 @@ class Copies:
                 failures.append((place, failure))
                 self._note(place, name, offset, failure, perf_counter() - start_s)
             finally:
-                self.notes.charge(place.name, nbytes, perf_counter() - start_s)
+                self.notes.end(place.name, nbytes)
         try:
             raise _worst(name, failures)
         finally:
@@ -268,7 +286,8 @@ def bad_copy(tier: str, name: str, failure: CheckpointError, offset: int | None 
 class OpenCopies:
     """A large object of which one copy is open at least; the others when they are needed.
 
-    Get one from ``Copies.open``.
+    Get one from ``Copies.open``. Several threads may read it: a copy in a store that is worth one
+    connection is read by one of them at a time.
     """
 
     def __init__(self, copies: Copies, stack: ExitStack, name: str, nbytes: int) -> None:
@@ -277,6 +296,14 @@ class OpenCopies:
         self._name = name
         self._nbytes = nbytes
         self._opened: dict[str, Readable] = {}
+        self._opening = Lock()
+        self._turn = Lock()
+
+    @property
+    def lanes(self) -> int:
+        """How many reads of the nearest copy are worth having under way at the same time."""
+        order = self._copies._order(self._name)
+        return min(order[0].store.capabilities.connections, MOST_LANES) if order else 1
 
     def at(self, place: Place) -> Readable:
         """The copy in one place.
@@ -286,15 +313,16 @@ class OpenCopies:
             CorruptCheckpoint: It has another size.
             StoreError: The medium failed.
         """
-        found = self._opened.get(place.name)
-        if found is None:
-            found = self._stack.enter_context(place.store.open(self._name))
-            if found.nbytes != self._nbytes:
-                raise CorruptCheckpoint(
-                    self._name, f"{found.nbytes} bytes, the manifest says {self._nbytes}"
-                )
-            self._opened[place.name] = found
-        return found
+        with self._opening:
+            found = self._opened.get(place.name)
+            if found is None:
+                found = self._stack.enter_context(place.store.open(self._name))
+                if found.nbytes != self._nbytes:
+                    raise CorruptCheckpoint(
+                        self._name, f"{found.nbytes} bytes, the manifest says {self._nbytes}"
+                    )
+                self._opened[place.name] = found
+            return found
 
     def read(self, offset: int, nbytes: int, work: Callable[[Readable], None]) -> None:
         """Do ``work``, which reads and checks, on the nearest copy where it does not fail; blocks.
@@ -310,7 +338,9 @@ class OpenCopies:
         """
 
         def there(place: Place) -> tuple[None, int]:
-            work(self.at(place))
+            alone = place.store.capabilities.connections == 1
+            with self._turn if alone else nullcontext():
+                work(self.at(place))
             return None, nbytes
 
         self._copies._first_good(self._name, offset, there)
