@@ -7,6 +7,7 @@ import shutil
 import signal
 import traceback
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, urlencode
@@ -404,6 +405,25 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(torch.randn(4, 512)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def test_what_never_changes_is_read_once_however_many_checkpoints_and_starts_there_are(
+    moto_server: Process, faults: Faults
+) -> None:
+    url = url_at(moto_server)
+    for start in range(4):
+        with Checkpointer(url, state={"w": torch.zeros(8)}, keep_last=5, persist="thread") as ckpt:
+            step = ckpt.restore()
+            assert step == 6 * start
+            for n in range(1, 7):
+                if n == 6:
+                    ckpt.wait()
+                    faults.set(0)
+                ckpt.save(step + n)
+    made = Counter(faults.operations)  # of the last save, and of the end of its training
+    assert made["put_object"] == 3
+    assert made["get_object"] <= 3
+    assert sum(made.values()) <= 20
 
 
 @pytest.mark.parametrize("persist", ["process", "thread"])

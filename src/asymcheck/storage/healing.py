@@ -29,6 +29,7 @@ from asymcheck.storage.names import (
     manifest_name,
     parse_attempt_name,
     parse_name,
+    parse_suspect_name,
 )
 from asymcheck.storage.reader import OpenCheckpoint, read_same
 from asymcheck.storage.runs import RECORD_BYTES, read_run
@@ -239,8 +240,8 @@ def _heal_top(hierarchy: Hierarchy, place: Place) -> list[Healed]:
 
 
 def _is_ours(name: str) -> bool:
-    top = name in (FORMAT_NAME, RUN_NAME)
-    return top or parse_attempt_name(name) is not None or parse_name(name) is not None
+    kinds = (parse_attempt_name, parse_name, parse_suspect_name)
+    return name in (FORMAT_NAME, RUN_NAME) or any(kind(name) is not None for kind in kinds)
 
 
 def _check_of(name: str, run: str) -> Callable[[bytes], bytes]:
@@ -264,22 +265,35 @@ def _check_of(name: str, run: str) -> Callable[[bytes], bytes]:
 # --- looking for what is bad ------------------------------------------------------
 
 
-def scan(hierarchy: Hierarchy, place: Place) -> Iterator[BadCopy]:
+def scan(hierarchy: Hierarchy, place: Place, step: int | None = None) -> Iterator[BadCopy]:
     """Read every byte of one place and yield each object that is not what was committed; blocks.
 
     Of a checkpoint whose manifest the place has, all objects have to be there.
+
+    Args:
+        hierarchy: All places.
+        place: Which.
+        step: Only checkpoints of this step; ``None`` for all, and what is of no checkpoint.
+
+    Raises:
+        StoreError: The place cannot be listed.
     """
     alone = hierarchy.copies.only(place)
     (sizes,) = alone.sizes()
-    for name in [n for n in (FORMAT_NAME, RUN_NAME) if sizes or n in sizes] + sorted(
-        n for n in sizes if parse_attempt_name(n) is not None
+    for name in (
+        []
+        if step is not None
+        else [n for n in (FORMAT_NAME, RUN_NAME) if sizes or n in sizes]
+        + sorted(n for n in sizes if parse_attempt_name(n) is not None)
     ):
         try:
             alone.read(name, RECORD_BYTES, _check_of(name, hierarchy.run))
         except (CorruptCheckpoint, StoreError) as failure:
             yield bad_copy(place.name, name, failure)
-    for name in sorted(n for n in sizes if (p := parse_name(n)) and p.kind == "manifest"):
-        yield from _scan(hierarchy, place, name)
+    for name in sorted(sizes):
+        parsed = parse_name(name)
+        if parsed and parsed.kind == "manifest" and step in (None, parsed.at.step):
+            yield from _scan(hierarchy, place, name)
 
 
 def _scan(hierarchy: Hierarchy, place: Place, manifest: str) -> Iterator[BadCopy]:
