@@ -300,13 +300,29 @@ def verify(
     everything: Annotated[
         bool, typer.Option("--all", help="Also checkpoints of other runs that lie here.")
     ] = False,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option("--tier", help="A further place with copies, read as well; repeat it."),
+    ] = None,
+    mend: Annotated[
+        bool, typer.Option("--heal", help="Write damaged copies anew from places that are whole.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Read and decode every byte and report damage.
 
     Names file, tensors and byte offset of each finding. What a delta stands on is read with
     it. Changes nothing.
+
+    With --tier every copy in ROOT and in each tier is read, and what is not what was committed is
+    named. With --heal it is written anew; a whole copy is never written over. The exit status is
+    1 where something stays damaged, or a tier cannot be read.
     """
+    if tier or mend:
+        if everything:
+            raise OptionError("all: expected it without --tier, which is about one run")
+        cli_recover.verify_tiers(root, tier or [], step, mend=mend, as_json=as_json)
+        return
     repository = open_root(root)
     listing = repository.survey()
     rows = [

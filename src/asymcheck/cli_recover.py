@@ -1,4 +1,6 @@
-"""The command that says what the next start would go on from, and brings it home."""
+"""The command that says what the next start would go on from, and brings it home; and what
+``verify`` does with several places.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,20 @@ from asymcheck.cli_base import (
     print_json,
     reported,
 )
-from asymcheck.errors import NoCheckpoint
-from asymcheck.nearest import Candidate, Decision, InMemory, bring_home, decide
+from asymcheck.errors import NoCheckpoint, OptionError
+from asymcheck.nearest import (
+    Candidate,
+    Decision,
+    InMemory,
+    TierCheck,
+    bring_home,
+    check_tiers,
+    decide,
+)
 from asymcheck.planning.tiers import Tier, spoken_url
 from asymcheck.rendering import count_text, plain, show_line, size_text
 from asymcheck.repair import plan_repair, repair
-from asymcheck.storage.copies import Place
+from asymcheck.storage.copies import BadCopy, Place
 from asymcheck.storage.healing import Healed
 from asymcheck.storage.repository import open_repository
 from asymcheck.storage.store import Store, open_store
@@ -85,6 +95,48 @@ def recover(
         raise typer.Exit(DAMAGED_OR_MISSING)
 
 
+def verify_tiers(
+    root: str, tiers: Sequence[str], step: int | None, *, mend: bool, as_json: bool
+) -> None:
+    """What ``verify`` does where it is given further places.
+
+    Raises:
+        OptionError: There is no other place to take whole copies from.
+    """
+    if not tiers:
+        raise OptionError("heal: expected --tier, a place that has whole copies, found none")
+    store = open_store(root)
+    found = check_tiers(_places(store, tiers), step, mend=mend)
+    if as_json:
+        print_json(
+            root=store.url,
+            run=found.hierarchy.run,
+            ok=found.is_well,
+            steps=list(found.steps),
+            damaged=[asdict(bad) for bad in found.damaged],
+            unreachable=[{"tier": name, "why": why} for name, why in found.unreachable],
+            healed=[asdict(end) for end in found.healed],
+        )
+    else:
+        _print_check(found)
+    if not found.is_well:
+        raise typer.Exit(DAMAGED_OR_MISSING)
+
+
+def _print_check(found: TierCheck) -> None:
+    away = dict(found.unreachable)
+    for place in found.hierarchy.copies.places:
+        bad = [copy for copy in found.damaged if copy.tier == place.name]
+        what = f"{count_text(len({b.name for b in bad}), 'object')} damaged" if bad else "whole"
+        if place.name in away:
+            what = f"out of reach: {plain(away[place.name])}"
+        show_line(f"{plain(place.name)}: {what}")
+        for copy in bad:
+            show_line(f"  {_bad(copy)}")
+    _print_healed(found.healed)
+    show_line(f"{count_text(len(found.steps), 'step')} read in every place that has them")
+
+
 def _places(store: Store, tiers: Sequence[str]) -> list[Place]:
     further = [Tier(url) for url in tiers]
     return [
@@ -109,8 +161,7 @@ def _print(decision: Decision) -> None:
     for candidate in decision.candidates:
         show_line(_candidate(candidate))
     for bad in decision.damaged[:_SHOWN]:
-        where = "" if bad.offset is None else f" at byte {bad.offset}"
-        show_line(f"  {bad.kind} in {plain(bad.tier)}: {bad.name}{where}: {plain(bad.why)}")
+        show_line(f"  {_bad(bad)}")
     if len(decision.damaged) > _SHOWN:
         show_line(f"  and {len(decision.damaged) - _SHOWN} more")
     if decision.chosen is None:
@@ -122,6 +173,11 @@ def _print(decision: Decision) -> None:
             show_line(
                 f"  {plain(given.tier)} gives {size_text(given.nbytes)} in {given.duration_s:.2f} s"
             )
+
+
+def _bad(bad: BadCopy) -> str:
+    where = "" if bad.offset is None else f" at byte {bad.offset}"
+    return f"{bad.kind} in {plain(bad.tier)}: {bad.name}{where}: {plain(bad.why)}"
 
 
 def _slot(found: InMemory) -> str:
@@ -140,6 +196,10 @@ def _candidate(candidate: Candidate) -> str:
 def _print_done(root: str, decision: Decision, healed: Sequence[Healed]) -> None:
     if decision.chosen is not None:
         show_line(f"{say(decision.chosen)} is whole in {plain(root)}")
+    _print_healed(healed)
+
+
+def _print_healed(healed: Sequence[Healed]) -> None:
     done = [end for end in healed if not end.why_not]
     if done:
         show_line(f"written anew: {count_text(len(done), 'object')}")

@@ -41,7 +41,7 @@ def known_codec(name: str) -> Codec | None:
 class Decoding:
     """Reads the chunks of one open checkpoint.
 
-    Reading is for one thread; what was loaded may be decoded in others. Scratch memory is
+    Several threads may read; what was loaded may be decoded in others. Scratch memory is
     reused: for each chunk that is loaded at a time its stored bytes and those of all that it
     stands on, at most 32 MiB each, and while it is decoded two times 16 MiB.
 
@@ -121,7 +121,8 @@ class Decoding:
 
     def _load(self, checkpoint: OpenCheckpoint, index: Index, chunk: Chunk, once: bool) -> _Link:
         room = self._take(chunk.stored_bytes)
-        checkpoint.read(index, chunk, room.view, once=once)
+        # With what the room has behind the chunk: the zeros there need no call of their own.
+        checkpoint.read(index, chunk, memoryview(room.buffer), once=once)
         return _Link(index, chunk, self._codecs.get(chunk.codec), room)
 
     def read(self, index: Index, chunk: Chunk, into: memoryview) -> None:
@@ -147,7 +148,10 @@ class Decoding:
         return bytes(data)
 
     def _take(self, nbytes: int) -> _Room:
-        buffer = self._spare.pop() if self._spare else bytearray()
+        try:
+            buffer = self._spare.pop()
+        except IndexError:  # asked and taken in one step, since several threads do
+            buffer = bytearray()
         if len(buffer) < nbytes:
             buffer = bytearray(next(size for size in _ROOMS if size >= nbytes))
         return _Room(buffer, memoryview(buffer)[:nbytes])

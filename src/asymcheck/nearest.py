@@ -14,7 +14,7 @@ from typing import Literal
 from asymcheck.capture import CanaryWatch, parse_capture
 from asymcheck.choosing import choose_from
 from asymcheck.decoding import verify
-from asymcheck.errors import CheckpointError, NoCheckpoint, OptionError
+from asymcheck.errors import CheckpointError, NoCheckpoint, OptionError, StoreError
 from asymcheck.hashing import changed_chunk
 from asymcheck.memory.arena import SHARED_MEMORY, Slot, SlotState, rank_of
 from asymcheck.planning.retention import CheckpointId
@@ -22,13 +22,14 @@ from asymcheck.repair import Remnant, remnants
 from asymcheck.slot_choice import choose_slots
 from asymcheck.slot_store import IN_MEMORY, SlotStore, hierarchy_of
 from asymcheck.storage.copies import BadCopy, Place, Served
-from asymcheck.storage.healing import Healed, heal
+from asymcheck.storage.healing import Healed, heal, scan
 from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.manifest import Manifest
 from asymcheck.storage.mirror import copy_checkpoint, open_copy, share_attempts
 from asymcheck.storage.names import manifest_name
 from asymcheck.storage.repository import open_repository
 from asymcheck.storage.runs import read_run
+from asymcheck.storage.suspects import carry_mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,65 @@ def decide(
     return _decision(hierarchy, slots, candidates, None, "")
 
 
+@dataclass(frozen=True, slots=True)
+class TierCheck:
+    """What is wrong with the copies in all tiers.
+
+    Attributes:
+        hierarchy: The tiers, the root first.
+        steps: The steps of the checkpoints that were read.
+        damaged: Copies that are not what was committed.
+        unreachable: Tiers that could not be read, each with why.
+        healed: What became of damaged copies, where they were to be written anew.
+    """
+
+    hierarchy: Hierarchy
+    steps: Sequence[int]
+    damaged: Sequence[BadCopy]
+    unreachable: Sequence[tuple[str, str]]
+    healed: Sequence[Healed] = ()
+
+    @property
+    def is_well(self) -> bool:
+        """Whether every copy in every tier is whole, now."""
+        ends = {(end.tier, end.name): not end.why_not for end in self.healed}
+        bad = {(bad.tier, bad.name) for bad in self.damaged}
+        return not self.unreachable and all(ends.get(copy, False) for copy in bad)
+
+
+def check_tiers(
+    places: Sequence[Place], step: int | None = None, limit_s: float = 60.0, *, mend: bool = False
+) -> TierCheck:
+    """Read every byte of every copy in every tier; blocks. A job may be training meanwhile.
+
+    Args:
+        places: The root first, then the tiers, nearest first.
+        step: Only checkpoints of this step; ``None`` for all.
+        limit_s: How long listing the tiers may take.
+        mend: Whether to write what is damaged in one tier anew from the others.
+
+    Raises:
+        NoCheckpoint: No place holds a run, or none has that step.
+        OptionError: They hold different runs.
+        StoreError: The root cannot be read.
+    """
+    hierarchy = Hierarchy(places, _one_run(places), limit_s)
+    listing = hierarchy.survey()
+    named = [*listing.committed, *(found.at for found in listing.damaged)]
+    steps = sorted({at.step for at in named if step in (None, at.step)})
+    if step is not None and not steps:
+        raise NoCheckpoint(f"{hierarchy.spoken}: there is no checkpoint of step {step}")
+    away = dict(hierarchy.copies.notes.unreachable)
+    found: list[BadCopy] = []
+    for place in (p for p in places if p.name not in away):
+        try:
+            found += scan(hierarchy, place, step)
+        except StoreError as failure:
+            away[place.name] = str(failure)
+    ends = heal(hierarchy, [(bad.tier, bad.name) for bad in found]) if mend else []
+    return TierCheck(hierarchy, steps, found, tuple(away.items()), ends)
+
+
 def bring_home(decision: Decision) -> list[Healed]:
     """Copy the chosen checkpoint, and what it stands on, whole into the root, and write anew what
     was found damaged anywhere; blocks.
@@ -174,9 +234,11 @@ def bring_home(decision: Decision) -> list[Healed]:
         chain = [opened]
         while (below := chain[-1].base) is not None:
             chain.append(below)
-        committed = repository.survey().committed
+        committed, suspects = repository.survey().committed, hierarchy.survey().suspects
         for source in reversed(chain):  # a base before what stands on it
             if source.manifest.at not in committed:
+                if source.manifest.at in suspects:
+                    carry_mark(hierarchy.copies, source.manifest.at, home.store)
                 copy_checkpoint(hierarchy, source, repository, "read")
     return done
 

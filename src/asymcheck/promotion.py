@@ -31,9 +31,10 @@ from asymcheck.planning.retention import CheckpointId, Parents, Retention
 from asymcheck.planning.tiers import Tier
 from asymcheck.storage.listing import Listing
 from asymcheck.storage.mirror import copy_checkpoint, open_copy, share_attempts
-from asymcheck.storage.names import manifest_name
+from asymcheck.storage.names import manifest_name, parse_suspect_name
 from asymcheck.storage.repository import Repository
 from asymcheck.storage.store import Store
+from asymcheck.storage.suspects import carry_mark, clear_suspect
 from asymcheck.tiering import Standing, TierState
 
 _log = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ class Mover:
         self._copy: Repository | None = None
         self._shared: set[int] = set()  # attempts whose records are the same in both
         self._unfinished: set[CheckpointId] = set()
+        self._is_swept = False  # whether nothing is half written there
         self._is_tidy = False  # whether what earlier writers left half-copied was removed
         self._damage = ""  # of the newest checkpoint that could not be copied for it
         self._lock = threading.Lock()
@@ -221,6 +223,7 @@ class Mover:
                 return
             except Exception as bad:  # noqa: BLE001  a store may raise anything
                 failure = as_checkpoint_error(bad)
+                self._is_swept = False  # what it was writing may lie there in parts
                 retryable = isinstance(failure, StoreError) and failure.retryable
                 _log.warning("tier %s: %s", self._tier.label, failure)
                 if pause_s is None or not retryable:
@@ -230,12 +233,13 @@ class Mover:
                     self._changed.wait_for(lambda: self._closing, pause_s)
 
     def _opened(self) -> Repository:
-        if self._copy is None:
-            copy = open_copy(self._store, self._home.run)
+        copy = self._copy or open_copy(self._store, self._home.run)
+        if not self._is_swept:
             self._check(copy)
             copy.store.sweep()
-            self._copy = copy
-        return self._copy
+            self._is_swept = True
+        self._copy = copy
+        return copy
 
     def _check(self, copy: Repository) -> None:
         """Make sure that this writer is the newest, at home and in the tier: the record of a newer
@@ -277,12 +281,15 @@ class Mover:
         self._skip(overtaken, home)
         self._measure(home, parents, there, at)
         self._remove_remnants(copy, there, home, at)
+        self._carry_marks(copy, there, home)
         if at is None:
             return False
         start_s, before = perf_counter(), self._state.moved_bytes
         error = ""
         try:
             for one in self._missing(at, home, there):
+                if one in home.suspects:  # before it: nobody restores it unmarked
+                    carry_mark(self._home.copies, one, copy.store)
                 self._take(copy, one)
         except (NoCheckpoint, ObjectNotFound) as gone:
             if at in self._home.survey().committed:
@@ -309,6 +316,14 @@ class Mover:
         self._note(promoted=1)
         self._retain(copy, at)
         return True
+
+    def _carry_marks(self, copy: Repository, there: Listing, home: Listing) -> None:
+        """Have what both hold marked as suspect in the tier where it is at home, and not else."""
+        both = home.committed.keys() & there.committed.keys()
+        for at in sorted(both & (home.suspects - there.suspects)):
+            carry_mark(self._home.copies, at, copy.store)
+        for at in sorted(both & (there.suspects - home.suspects)):
+            clear_suspect(copy.store, at)
 
     def _missing(self, at: CheckpointId, home: Listing, there: Listing) -> list[CheckpointId]:
         """It, and before it what it stands on and the tier lacks."""
@@ -350,8 +365,10 @@ class Mover:
             remnants = {one for one in self._unfinished if one not in wanted}
         else:
             newest = max((c.number for c in self._writer.claims), default=0)
-            found = {one for one, _ in there.leftovers if one.attempt <= newest}
-            remnants = found - wanted
+            found = [(one, name) for one, name in there.leftovers if one.attempt <= newest]
+            remnants = {one for one, _ in found} - wanted
+            for name in (n for one, n in found if one in remnants and parse_suspect_name(n)):
+                copy.store.delete(name)
         for one in remnants - there.committed.keys():
             copy.discard(one)
             self._unfinished.discard(one)

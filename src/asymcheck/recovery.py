@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Self
 
-import numpy as np
-
 from asymcheck.choosing import choose_from
-from asymcheck.decoding import Decoding, Loaded
-from asymcheck.device.places import Sink
+from asymcheck.decoding import Decoding
 from asymcheck.device.state import RestorePlan, State, tree_leaf_bytes
 from asymcheck.device.worlds import WorldChange
 from asymcheck.errors import (
@@ -30,24 +24,19 @@ from asymcheck.errors import (
 )
 from asymcheck.events import Sink as SpanSink
 from asymcheck.events import Stage, timed
+from asymcheck.filling import Filling
 from asymcheck.garbage import put_off
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.settling import DAMAGED, GONE, WELL, WRONG, Exchange, Found, Look, Settling
 from asymcheck.storage.copies import BadCopy, Served
 from asymcheck.storage.healing import Healed
 from asymcheck.storage.hierarchy import Hierarchy
-from asymcheck.storage.index import RAW, TREE_KEY, Chunk, Index, Leaf
+from asymcheck.storage.index import TREE_KEY, Index
 from asymcheck.storage.listing import Listing
-from asymcheck.storage.reader import OpenCheckpoint
 from asymcheck.storage.suspects import MARKED
 
 _LOOKS = 100
 """How often a restore looks again because a writer removed what it was about to read."""
-
-_DECODERS = 4
-"""Chunks decoded at a time; one more may be loaded meanwhile."""
-
-_Sinks = Mapping[str, Sequence[Sink]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,16 +260,25 @@ class _Loading:
         self._strict = strict
         self._cast = cast
         self._open = ExitStack()
-        self._planned: tuple[OpenCheckpoint, Decoding, RestorePlan] | None = None
+        self._planned: tuple[Filling, RestorePlan] | None = None
         self.report = RestoreReport(step=at.step)
-        self.touched = False
-        self.restored_bytes = 0
+        self._was_set = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._open.close()
+
+    @property
+    def touched(self) -> bool:
+        """Whether live state may have been written to."""
+        return self._was_set or (self._planned is not None and self._planned[0].touched)
+
+    @property
+    def restored_bytes(self) -> int:
+        """Bytes read into live state."""
+        return 0 if self._planned is None else self._planned[0].restored_bytes
 
     def plan(self) -> Found:
         """Find a place for all that this rank needs; changes nothing."""
@@ -317,24 +315,25 @@ class _Loading:
             text_of=partial(self._read_tree, decoding),
             on_world_change=self._on_world_change,
         )
-        self._planned = checkpoint, decoding, plan
+        self._planned = Filling(checkpoint, decoding), plan
 
     @put_off()
     def _read(self) -> None:
         assert self._planned is not None, "plan() comes first"
-        checkpoint, decoding, plan = self._planned
+        filling, plan = self._planned
+        indexes = filling.checkpoint.indexes
         # Ranks that want the same begin at different places: each finds in the page cache what
         # the others have read meanwhile.
-        first = self._rank % len(checkpoint.indexes)
+        first = self._rank % len(indexes)
         places = plan.places.sinks.items()
         # What nobody else reads need not go through the page cache: that is a copy less, and as
         # much memory.
         alone = self._world == 1 or (
-            self._world == len(checkpoint.indexes) and {r for (r, _), _ in places} == {self._rank}
+            self._world == len(indexes) and {r for (r, _), _ in places} == {self._rank}
         )
-        for index in (*checkpoint.indexes[first:], *checkpoint.indexes[:first]):
+        for index in (*indexes[first:], *indexes[:first]):
             sinks = {key: sinks for (rank, key), sinks in places if rank == index.rank}
-            self._read_leaves(checkpoint, decoding, index, sinks, once=alone)
+            filling.read(index, sinks, once=alone)
 
     def finish(self, *, torn: bool) -> Found:
         """Set Python values.
@@ -343,8 +342,8 @@ class _Loading:
             torn: Whether live state was overwritten with what turned out to be damaged.
         """
         assert self._planned is not None, "plan() comes first"
-        plan = self._planned[2]
-        self.touched = True
+        plan = self._planned[1]
+        self._was_set = True
         try:
             problems = plan.finish()
         except Exception as failure:  # noqa: BLE001  the caller raises it, on all ranks
@@ -373,117 +372,3 @@ class _Loading:
     def _read_tree(self, decoding: Decoding, index: Index) -> bytes:
         tree_leaf_bytes(index)
         return decoding.read_leaf(index, next(x for x in index.leaves if x.key == TREE_KEY))
-
-    def _read_leaves(
-        self,
-        checkpoint: OpenCheckpoint,
-        decoding: Decoding,
-        index: Index,
-        sinks: _Sinks,
-        *,
-        once: bool,
-    ) -> None:
-        """Read chunk after chunk; a few of them are decoded beside that, in threads, or read too
-        where several threads may.
-
-        What fails is told in the order of the chunks. When this ends, no thread writes any more.
-        """
-        readers = self._hierarchy.readers
-        pool = ThreadPoolExecutor(max(_DECODERS, readers), "asymcheck-decode")
-        coming: deque[tuple[_Read, Loaded | None, Future[memoryview]]] = deque()
-
-        def read(piece: _Read, live: memoryview) -> memoryview:
-            checkpoint.read(index, piece.chunk, live, once=once)
-            return live
-
-        try:
-            for piece in _reads(index, sinks):
-                if piece.chunk.codec == RAW and piece.live is not None:
-                    self.touched = True
-                    if readers == 1:
-                        self._put(piece, read(piece, piece.live))
-                        continue
-                    coming.append((piece, None, pool.submit(read, piece, piece.live)))
-                    if len(coming) > readers:
-                        self._finish(*coming.popleft())
-                    continue
-                loaded = decoding.load(index, piece.chunk, once=once)
-                if piece.chunk.codec == RAW:
-                    self._put(piece, loaded.raw())
-                    loaded.release()
-                    continue
-                self.touched = self.touched or piece.live is not None
-                coming.append((piece, loaded, pool.submit(_decoded, loaded, piece.live)))
-                if len(coming) > _DECODERS:
-                    self._finish(*coming.popleft())
-            while coming:
-                self._finish(*coming.popleft())
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-    def _finish(self, piece: _Read, loaded: Loaded | None, done: Future[memoryview]) -> None:
-        self._put(piece, done.result())
-        if loaded is not None:
-            loaded.release()
-
-    def _put(self, piece: _Read, raw: memoryview) -> None:
-        """Write the bytes to every sink that does not have them yet."""
-        self.touched = True
-        chunk = piece.chunk
-        for leaf, sinks in piece.hit:
-            lo, hi = max(chunk.at, leaf.at), min(chunk.stop, leaf.stop)
-            for sink in sinks if piece.live is None else sinks[1:]:
-                sink.put(lo - leaf.at, np.frombuffer(raw[lo - chunk.at : hi - chunk.at], np.uint8))
-            self.restored_bytes += hi - lo
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A chunk, and where its bytes go.
-
-    Attributes:
-        chunk: The chunk.
-        hit: The leaves with bytes in it that something live takes, and what takes them.
-        live: Where it is a piece of one large leaf: live memory of all of it, if there is such.
-    """
-
-    chunk: Chunk
-    hit: Sequence[tuple[Leaf, Sequence[Sink]]]
-    live: memoryview | None
-
-
-def _reads(index: Index, sinks: _Sinks) -> Iterator[_Read]:
-    leaves = [leaf for leaf in index.leaves if leaf.nbytes]
-    starts = [leaf.at for leaf in leaves]
-    for chunk in index.chunks:
-        i = max(0, bisect_right(starts, chunk.at) - 1)
-        hit = []
-        while i < len(leaves) and leaves[i].at < chunk.stop:
-            leaf = leaves[i]
-            lo, hi = max(chunk.at, leaf.at) - leaf.at, min(chunk.stop, leaf.stop) - leaf.at
-            takers = [sink for sink in sinks.get(leaf.key, ()) if lo < hi and sink.takes(lo, hi)]
-            if takers:
-                hit.append((leaf, takers))
-            i += 1
-        for leaf, wanted in hit:
-            for sink in wanted:
-                _check_whole_elements(leaf, chunk, sink)
-        live = None
-        if len(hit) == 1 and hit[0][0].at <= chunk.at and chunk.stop <= hit[0][0].stop:
-            lo = chunk.at - hit[0][0].at
-            live = hit[0][1][0].memory(lo, lo + chunk.nbytes)
-        if hit:
-            yield _Read(chunk, hit, live)
-
-
-def _decoded(loaded: Loaded, live: memoryview | None) -> memoryview:
-    if live is None:
-        return loaded.raw()
-    loaded.decode(live)
-    return live
-
-
-def _check_whole_elements(leaf: Leaf, chunk: Chunk, sink: Sink) -> None:
-    for edge in (chunk.at, chunk.stop):
-        if leaf.at < edge < leaf.stop and (edge - leaf.at) % sink.itemsize:
-            raise CorruptCheckpoint("(state)", f"a chunk edge cuts an element of {leaf.key!r:.80}")

@@ -233,6 +233,10 @@ class Checkpointer(RootWriter):
             self._start_attempt(parent)
         if hierarchy is not None:
             self.report = self._in_slots.added_to(self._heal(hierarchy, found))
+        if not self._read_only and self._finishing is None:
+            # A persister that is started now is there at the first save. Not before tiers were
+            # mended: it removes what is half written there.
+            self._capturing()
         self._timekeeper.begin(found.step)
         return found.step
 

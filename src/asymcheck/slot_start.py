@@ -141,6 +141,9 @@ class SlotStart:
     def _start_attempt(self, parent: CheckpointId | None) -> None:
         raise NotImplementedError
 
+    def _capturing(self) -> object:
+        raise NotImplementedError
+
     # --- reading --------------------------------------------------------------
 
     def _from_slots(
@@ -245,6 +248,7 @@ class SlotStart:
             )
         self._finishing = None
         self._start_attempt(finishing.at)
+        self._capturing()  # a persister that is started now is there at the first save
 
     def _end_behind(self) -> None:
         """At the end, when nothing is saved any more: as ``_claim_behind``, within ``grace_s``."""

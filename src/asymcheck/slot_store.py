@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from asymcheck.capture import Capture, parse_capture
@@ -50,6 +51,8 @@ class SlotStore(MemoryStore):
 
     def __init__(self, run: str, at: CheckpointId, paths: Sequence[Path]) -> None:
         super().__init__(IN_MEMORY)
+        readers = min(_READERS, max(1, usable_cores()))
+        self.capabilities = replace(MemoryStore.capabilities, connections=readers)
         self._packs: dict[str, tuple[Slot, int]] = {}
         self._slots: list[Slot] = []
         indexes: list[tuple[Index, bytes]] = []
@@ -130,9 +133,9 @@ class SlotStore(MemoryStore):
 
 
 def hierarchy_of(store: SlotStore, run: str) -> Hierarchy:
-    """The one checkpoint of a ``SlotStore``; several threads read it at a time."""
+    """The one checkpoint of a ``SlotStore``."""
     place = Place(IN_MEMORY, store)
-    return Hierarchy([place], run, readers=min(_READERS, max(1, usable_cores())))
+    return Hierarchy([place], run)
 
 
 def _index_of(run: str, capture: Capture, hashes: Sequence[str], path: Path) -> Index:

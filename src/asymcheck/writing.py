@@ -236,7 +236,6 @@ class RootWriter(SlotStart):
         self._attempt = number
         if self._ranks.world > 1:
             self._find_claim(number, reached)
-        self._capturing()  # a persister that is started now is there at the first save
 
     def _find_claim(self, attempt: int, reached: Sequence[str]) -> None:
         """Make sure that all ranks see the places that rank 0 sees: its claim stands in each.

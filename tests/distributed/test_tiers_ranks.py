@@ -22,9 +22,12 @@ WAIT_S = 30.0
 def checkpointer(rank: int, root: object, *tiers: object, **options: object) -> Checkpointer:
     return Checkpointer(
         root,  # type: ignore[arg-type]
-        state={"own": torch.full((70_000,), float(rank))},
         tiers=tiers,  # type: ignore[arg-type]
-        **{"timeout_s": 20.0, **options},  # type: ignore[arg-type]
+        **{  # type: ignore[arg-type]
+            "state": {"own": torch.full((70_000,), float(rank))},
+            "timeout_s": 20.0,
+            **options,
+        },
     )
 
 
@@ -111,3 +114,76 @@ def test_a_place_of_one_host_is_good_where_all_ranks_run_on_it(tmp_path: Path) -
         say("saved")
 
     assert check_all(run_ranks(2, work)) == [["saved"], ["saved"]]
+
+
+def damage(root: Path, rank: int) -> Path:
+    """Rot one bit of what a rank saved last."""
+    (pack,) = root.glob(f"step-00000002/a000001-r{rank:04d}-0001.pack")
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 8
+    pack.write_bytes(data)
+    return pack
+
+
+def save_two(tmp_path: Path) -> None:
+    def work(rank: int, say: Say) -> None:
+        own = torch.full((70_000,), float(rank))
+        with checkpointer(
+            rank, tmp_path / "home", Tier(str(tmp_path / "far"), name="far"), state={"own": own}
+        ) as ckpt:
+            ckpt.restore()
+            for step in (1, 2):
+                own.fill_(10.0 * step + rank)
+                ckpt.save(step)
+                assert ckpt.wait(WAIT_S, tier="far")
+        say("saved")
+
+    assert check_all(run_ranks(2, work)) == [["saved"], ["saved"]]
+
+
+def restore_both(tmp_path: Path) -> list[list[object]]:
+    """Of each rank: the step, a value of its state, what it met, and which tiers gave something."""
+
+    def work(rank: int, say: Say) -> None:
+        own = torch.zeros(70_000)
+        with (
+            warnings.catch_warnings(),
+            checkpointer(
+                rank, tmp_path / "home", Tier(str(tmp_path / "far"), name="far"), state={"own": own}
+            ) as ckpt,
+        ):
+            warnings.simplefilter("ignore", CheckpointWarning)
+            step = ckpt.restore()
+            report = ckpt.report
+        assert bool((own == own[0]).all())
+        say([step, float(own[0])])
+        say([[bad.tier == "far", bad.name, bad.kind] for bad in report.damaged])
+        say([served.nbytes > 0 for served in report.served])
+        say([[end.tier == "far", end.name, end.why_not] for end in report.healed])
+        say([step for step, _ in report.skipped])
+
+    return check_all(run_ranks(2, work))
+
+
+def test_a_rank_whose_nearest_copy_is_damaged_falls_through_and_all_take_the_same_step(
+    tmp_path: Path,
+) -> None:
+    save_two(tmp_path)
+    pack = damage(tmp_path / "home", rank=1)
+    name = str(pack.relative_to(tmp_path / "home"))
+    first, second = restore_both(tmp_path)
+    assert first == [[2, 20.0], [], [True, False], [], []]
+    found = [[False, name, "damaged"]]
+    assert second == [[2, 21.0], found, [True, True], [[False, name, ""]], []]
+    assert pack.read_bytes() == (tmp_path / "far" / name).read_bytes()
+
+
+def test_where_one_rank_has_no_whole_copy_all_take_the_step_before(tmp_path: Path) -> None:
+    save_two(tmp_path)
+    damage(tmp_path / "home", rank=1)
+    damage(tmp_path / "far", rank=1)
+    first, second = restore_both(tmp_path)
+    assert (first[0], second[0]) == ([1, 10.0], [1, 11.0])
+    assert first[4] == second[4] == [2]
+    assert first[1] == []  # its own was whole
+    assert sorted(found[0] for found in second[1]) == [False, True]  # type: ignore[index, attr-defined]

@@ -21,7 +21,7 @@ from asymcheck.planning.cadence import EverySteps
 from asymcheck.planning.policy import Admission
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.tiers import Placement
-from asymcheck.storage.names import manifest_name, pack_name
+from asymcheck.storage.names import index_name, manifest_name, pack_name
 from asymcheck.testing.children import Say, run_in_child
 
 KINDS = {"manifest": manifest_name, "pack": lambda at: pack_name(at, 0, 1)}
@@ -174,3 +174,72 @@ def test_a_whole_slot_of_a_dead_trainer_is_the_nearest(root: Path, tier: Path) -
     assert [slot["fate"] for slot in said["slots"] if slot["step"] == 3] == ["persisted"]
     assert report(root, "--tier", tier, "--yes")["chosen"] == {"step": 3, "attempt": 2}
     assert restored(root)[:2] == (3, 3.0)
+
+
+# --- verify with tiers ---------------------------------------------------------------
+
+
+def verified(*args: object, code: int = 0) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["verify", *map(str, args), "--json"])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+def test_verify_reads_every_copy_in_every_tier(root: Path, tier: Path) -> None:
+    said = verified(root, "--tier", tier)
+    assert (said["ok"], said["steps"], said["damaged"]) == (True, [1, 2], [])
+    pack, manifest = pack_name(CheckpointId(1, 1), 0, 1), manifest_name(CheckpointId(1, 2))
+    flip(tier / pack)  # what no restore would read
+    flip(root / manifest)
+    said = verified(root, "--tier", tier, code=1)
+    found = {(Path(bad["tier"]).name, bad["name"]) for bad in said["damaged"]}
+    assert found == {("tier", pack), ("root", manifest)}
+    text = CliRunner().invoke(app, ["verify", str(root), "--tier", str(tier)])
+    assert text.exit_code == 1
+    assert text.stdout.count("1 object damaged") == 2
+    assert f"damaged in {tier}: {pack}" in text.stdout
+    assert "2 steps read" in text.stdout
+
+
+def test_verify_heals_each_tier_from_the_others(root: Path, tier: Path) -> None:
+    before = {path: path.read_bytes() for path in root.parent.rglob("*") if path.is_file()}
+    pack, index = pack_name(CheckpointId(1, 1), 0, 1), index_name(CheckpointId(1, 2), 0)
+    for path in (tier / pack, root / index, tier / "RUN.json"):
+        flip(path)
+    said = verified(root, "--tier", tier, "--heal")
+    assert said["ok"]
+    healed = {(Path(end["tier"]).name, end["name"], end["why_not"]) for end in said["healed"]}
+    assert healed == {("tier", pack, ""), ("root", index, ""), ("tier", "RUN.json", "")}
+    assert {path: path.read_bytes() for path in before} == before
+    assert verified(root, "--tier", tier, "--heal")["healed"] == []
+
+
+def test_a_checkpoint_that_a_tier_does_not_have_is_no_damage(root: Path, tier: Path) -> None:
+    (tier / manifest_name(CheckpointId(1, 1))).unlink()
+    assert verified(root, "--tier", tier)["ok"]
+
+
+def test_what_is_damaged_in_every_tier_stays_so_and_is_said(root: Path, tier: Path) -> None:
+    pack = pack_name(CheckpointId(1, 2), 0, 1)
+    flip(root / pack)
+    flip(tier / pack)
+    said = verified(root, "--tier", tier, "--heal", code=1)
+    assert not said["ok"]
+    assert {end["name"] for end in said["healed"] if end["why_not"]} == {pack}
+    assert verified(root, "--tier", tier, "--step", 1)["steps"] == [1]
+    done = CliRunner().invoke(app, ["verify", str(root), "--tier", str(tier), "--step", "7"])
+    assert done.exit_code == 1
+    assert "no checkpoint of step 7" in done.output
+
+
+def test_a_tier_that_cannot_be_read_is_told_and_no_tier_to_heal_from_is_an_error(
+    root: Path, tier: Path
+) -> None:
+    gone = f"faulty+file://{tier}?times=0"
+    said = verified(root, "--tier", gone, code=1)
+    ((away,), damaged) = (said["unreachable"], said["damaged"])
+    assert "injected" in away["why"]
+    assert damaged == []
+    done = CliRunner().invoke(app, ["verify", str(root), "--heal"])
+    assert done.exit_code == 2
+    assert "--tier" in done.output

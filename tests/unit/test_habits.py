@@ -22,6 +22,7 @@ WITH_TORCH = {
     "options.py",
     "rank_store.py",
     "ranks.py",
+    "filling.py",
     "recovery.py",
     "session.py",
     "snapshotter.py",

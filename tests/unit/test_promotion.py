@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,9 +21,10 @@ from asymcheck.storage.manifest import dump_attempt
 from asymcheck.storage.memory import MemoryStore
 from asymcheck.storage.names import attempt_name, manifest_name
 from asymcheck.storage.repository import create_repository, open_repository
-from asymcheck.storage.store import Store
+from asymcheck.storage.store import Readable, Store
 from asymcheck.testing.checkpoints import commit_bytes, read_bytes
 from asymcheck.testing.faulty import Fault, FaultyStore
+from asymcheck.testing.throttled import Speed, ThrottledStore
 from asymcheck.tiering import TierBoard, TierState
 
 BOUND_S = 20.0
@@ -94,8 +96,9 @@ def whole(store: Store) -> None:
 
 
 def objects(store: Store) -> dict[str, bytes]:
-    inner = store.inner if isinstance(store, FaultyStore) else store
-    return dict(inner._objects)  # type: ignore[attr-defined]
+    while isinstance(store, FaultyStore | ThrottledStore):
+        store = store.inner
+    return dict(store._objects)  # type: ignore[attr-defined]
 
 
 # --- what goes there ------------------------------------------------------------
@@ -346,6 +349,24 @@ def test_a_tier_catches_up_when_it_returns() -> None:
     assert home.state.promoted + home.state.skipped >= 5
 
 
+def test_what_a_failed_copy_left_half_written_is_swept_once_the_tier_is_back() -> None:
+    home = Home()
+    home.commit(1)
+    home.far.fault = Fault(op="write", name="*.pack", when="mid")
+    home.mover.catch_up()
+    home.far.fault = Fault(do="none")
+    before = len(home.far.operations)
+    home.commit(2)
+    home.mover.catch_up()
+    home.commit(3)
+    home.mover.catch_up()
+    assert home.there == [2, 3]
+    operations = home.far.operations[before:]
+    assert operations.count(("sweep", "")) == 1
+    first = next(i for i, (op, n) in enumerate(operations) if op == "write" and "pack" in n)
+    assert operations.index(("sweep", "")) < first
+
+
 def test_what_may_be_tried_again_is_tried_a_bounded_number_of_times() -> None:
     home = Home()
     home.commit(1)
@@ -389,11 +410,22 @@ def test_too_little_room_is_said_before_anything_is_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("when", "do"), [("before", "EIO"), ("mid", "EIO"), ("after", "EIO"), ("before", "short")]
+    ("when", "do", "connections"),
+    [
+        ("before", "EIO", 1),
+        ("mid", "EIO", 1),
+        ("after", "EIO", 1),
+        ("before", "short", 1),
+        ("mid", "EIO", 3),
+    ],
 )
 def test_whatever_operation_of_the_tier_fails_what_is_listed_is_whole_and_it_catches_up(
-    when: str, do: str
+    when: str, do: str, connections: int
 ) -> None:
+    def new() -> Home:
+        inner = ThrottledStore(MemoryStore("far"), Speed(connections=connections))
+        return Home(keep_last=2, far=FaultyStore(inner))
+
     def life(home: Home) -> None:
         home.tier = dataclasses.replace(home.tier, keep_last=2)
         home.mover = home.start()
@@ -401,10 +433,12 @@ def test_whatever_operation_of_the_tier_fails_what_is_listed_is_whole_and_it_cat
             home.commit(step)
             home.mover.catch_up()
 
-    count = count_operations(life)
+    counted = new()
+    life(counted)
+    count = len(counted.far.operations)
     assert count > 50
     for n in range(1, count + 1):
-        home = Home(keep_last=2)
+        home = new()
         home.far.fault = Fault(at=n, when=when, do=do)
         life(home)
         home.far.fault = Fault(do="none")
@@ -419,6 +453,114 @@ def test_whatever_operation_of_the_tier_fails_what_is_listed_is_whole_and_it_cat
         whole(home.far)
         listing = open_repository(home.far).survey()
         assert listing.leftovers == [], n
+
+
+# --- several at a time --------------------------------------------------------------
+
+
+class Meeting(FaultyStore):
+    """A medium worth some connections. The first calls for packs wait for one another, as many as
+    there are connections: who makes one after the other waits in vain.
+
+    Args:
+        connections: How many.
+        op: ``write`` or ``read``.
+
+    Attributes:
+        most: How many were under way at a time.
+    """
+
+    def __init__(self, connections: int, op: str) -> None:
+        super().__init__(ThrottledStore(MemoryStore("far"), Speed(connections=connections)))
+        self.most = self.now = self.begun = 0
+        self.left: list[str] = []  # in the order in which writes ended
+        self._op, self._connections = op, connections
+        self._meet = threading.Barrier(connections)
+        self._counting = threading.Lock()
+
+    def write(self, name: str, parts: Any) -> int:
+        with self._met("write", name):
+            found = super().write(name, parts)
+            self.left.append(name)
+            return found
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Readable]:
+        with super().open(name) as opened:
+            yield MeetingReadable(self, name, opened)
+
+    @contextmanager
+    def _met(self, op: str, name: str) -> Iterator[None]:
+        if op != self._op or not name.endswith(".pack"):
+            yield
+            return
+        with self._counting:
+            self.begun += 1
+            self.now += 1
+            self.most = max(self.most, self.now)
+            meets = self.begun <= self._connections
+        try:
+            if meets:
+                self._meet.wait(BOUND_S)
+            yield
+        finally:
+            with self._counting:
+                self.now -= 1
+
+
+class MeetingReadable:
+    def __init__(self, store: Meeting, name: str, opened: Readable) -> None:
+        self._store, self._name, self._opened = store, name, opened
+        self.nbytes = opened.nbytes
+
+    def readinto(self, offset: int, into: memoryview) -> None:
+        with self._store._met("read", self._name):
+            self._opened.readinto(offset, into)
+
+
+MANY = {"": b"{}", **{f"w{n}": bytes([n + 1]) * LEAF for n in range(6)}}
+
+
+@pytest.mark.parametrize("connections", [2, 4])
+def test_as_many_packs_are_written_at_a_time_as_the_tier_is_worth_connections(
+    connections: int,
+) -> None:
+    home = Home(far=Meeting(connections, "write"))
+    commit_bytes(home.repository, CheckpointId(1, 1), MANY, pack_bytes=1 << 17)
+    home.mover.catch_up()
+    assert home.state.last_failure == ""
+    assert home.far.most == connections
+    assert home.far.begun > connections
+    assert objects(home.far) == objects(home.repository.store)
+    kinds = ["pack" in n for n in home.far.left if n.startswith("step-")]
+    assert kinds == sorted(kinds, reverse=True)  # no index before all packs
+    assert home.far.left[-1] == manifest_name(CheckpointId(1, 1))
+
+
+@pytest.mark.parametrize("pack_bytes", [1 << 17, 1 << 30])
+def test_as_many_chunks_are_read_back_at_a_time(pack_bytes: int) -> None:
+    home = Home(far=Meeting(3, "read"))
+    commit_bytes(home.repository, CheckpointId(1, 1), MANY, pack_bytes=pack_bytes)
+    home.mover.catch_up()
+    assert home.state.last_failure == ""
+    assert home.far.most == 3
+    assert open_repository(home.far).survey().committed
+    ahead = open_repository(home.far)
+    with ahead.open(CheckpointId(1, 1)) as opened:
+        assert opened.lanes == 3
+
+
+def test_when_one_of_several_packs_fails_the_tier_says_why_and_goes_on_later() -> None:
+    home = Home(far=FaultyStore(ThrottledStore(MemoryStore("far"), Speed(connections=3))))
+    commit_bytes(home.repository, CheckpointId(1, 1), MANY, pack_bytes=1 << 17)
+    home.far.fault = Fault(at=2, op="write", name="*.pack", when="mid", do="EIO")
+    home.mover.catch_up()
+    assert "injected" in home.state.last_failure  # not that others ended because of it
+    assert home.there == []
+    home.far.fault = Fault(do="none")
+    home.mover.catch_up()
+    assert home.there == [1]
+    assert objects(home.far) == objects(home.repository.store)
 
 
 @pytest.mark.parametrize("do", ["EIO", "short"])
@@ -442,12 +584,6 @@ def test_whatever_operation_at_home_fails_the_tier_holds_only_what_is_whole(do: 
         home.mover.catch_up()
         assert home.there == [2], n
         whole(home.far)
-
-
-def count_operations(life: Callable[[Home], None]) -> int:
-    home = Home(keep_last=2)
-    life(home)
-    return len(home.far.operations)
 
 
 # --- threads ------------------------------------------------------------------------

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +21,10 @@ from asymcheck.planning.selection import Selection
 from asymcheck.storage.manifest import parse_manifest
 from asymcheck.storage.memory import MemoryStore
 from asymcheck.storage.names import index_name, manifest_name, pack_name
-from asymcheck.storage.store import Store, read_all
+from asymcheck.storage.store import Readable, Store, read_all
 from asymcheck.testing.children import TIMEOUT_S
 from asymcheck.testing.faulty import Fault, FaultyStore
+from asymcheck.testing.throttled import Speed, ThrottledStore
 
 TWO = CheckpointId(1, 2)
 DELTAS = Strategy(selection=Selection(rule="smallest", delta=True))
@@ -248,3 +256,140 @@ def test_a_delta_finds_its_base_in_a_farther_tier() -> None:
         assert ckpt.restore() == 3
         assert torch.equal(model.weight, expected)
         assert all(served.nbytes for served in ckpt.report.served)
+
+
+def test_a_tier_is_mended_before_what_is_half_written_there_is_swept(
+    home: MemoryStore, far: MemoryStore
+) -> None:
+    name = pack_name(TWO, 0, 1)
+    flip(far, name)
+    watched = FaultyStore(far)
+    found = Resumed(MemoryStore("new"), Tier(watched, name="far"), home)
+    assert (found.step, [h.why_not for h in found.report.healed]) == (2, [""])
+    assert read_all(far, name) == read_all(home, name)
+    assert ("write", name) in watched.operations
+    assert ("sweep", "") in watched.operations  # by whoever promotes: it would break the write
+    assert watched.operations.index(("write", name)) < watched.operations.index(("sweep", ""))
+
+
+def test_a_write_that_a_sweep_broke_is_made_once_more(home: MemoryStore, far: MemoryStore) -> None:
+    name = pack_name(TWO, 0, 1)
+    flip(far, name)
+    swept = FaultyStore(far, Fault(op="write", name=name, when="mid"))
+    found = Resumed(MemoryStore("new"), Tier(swept, name="far"), home)
+    assert (found.step, [h.why_not for h in found.report.healed]) == (2, [""])
+    assert read_all(far, name) == read_all(home, name)
+
+
+# --- several chunks at a time ------------------------------------------------------
+
+
+class Meeting:
+    """A medium worth some connections, whose first reads of packs wait for one another."""
+
+    def __init__(self, inner: Store, connections: int) -> None:
+        self.inner = inner
+        self.capabilities = replace(inner.capabilities, connections=connections)
+        self.most = self.now = self.begun = 0
+        self._meet = threading.Barrier(connections)
+        self._counting = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Any]:
+        with self.inner.open(name) as opened:
+            yield SimpleNamespace(
+                nbytes=opened.nbytes,
+                readinto=partial(self._read, opened) if name.endswith(".pack") else opened.readinto,
+            )
+
+    def _read(self, opened: Readable, offset: int, into: memoryview) -> None:
+        with self._counting:
+            self.begun += 1
+            self.now += 1
+            self.most = max(self.most, self.now)
+            # The first reads the tree of values: nothing else can be read before it.
+            meets = 1 < self.begun <= 1 + self.capabilities.connections
+        try:
+            if meets:
+                self._meet.wait(TIMEOUT_S)
+            opened.readinto(offset, into)
+        finally:
+            with self._counting:
+                self.now -= 1
+
+
+def many(value: float) -> dict[str, torch.Tensor]:
+    return {f"w{n}": torch.arange(30_000.0) * (n + value) for n in range(9)}
+
+
+@pytest.fixture
+def wide() -> MemoryStore:
+    """One step of many chunks, some encoded and some as they are."""
+    store = MemoryStore("wide")
+    with Checkpointer(store, state=many(1.0), persist="thread") as ckpt:
+        ckpt.restore()
+        ckpt.save(1)
+    return store
+
+
+def restored(*tiers: Store | Tier) -> tuple[dict[str, torch.Tensor], Any]:
+    live = many(0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        with Checkpointer(
+            MemoryStore("new"), state=live, tiers=tiers, persist="thread", read_only=True
+        ) as ckpt:
+            assert ckpt.restore() == 1
+            return live, ckpt.report
+
+
+def same(found: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(found[name], tensor) for name, tensor in many(1.0).items())
+
+
+def test_out_of_a_far_tier_as_many_chunks_are_read_as_it_is_worth_connections(
+    wide: MemoryStore,
+) -> None:
+    far = Meeting(wide, 3)
+    live, report = restored(Tier(far, name="far"))  # type: ignore[arg-type]
+    assert same(live)
+    assert far.most == 3
+    assert far.begun > 3
+    (_, served) = report.served
+    assert served.nbytes > 0
+    assert 0 < served.duration_s <= report.duration_s  # not the sum of what was side by side
+
+
+def test_each_chunk_that_is_bad_in_a_far_tier_is_taken_from_the_next_meanwhile(
+    wide: MemoryStore,
+) -> None:
+    whole = MemoryStore("whole")
+    copy(wide, whole)
+    name = pack_name(CheckpointId(1, 1), 0, 1)
+    data = bytearray(read_all(wide, name))
+    for at in range(0, len(data), max(1, len(data) // 4)):
+        data[at] ^= 1
+    wide.write(name, [data])
+    far = ThrottledStore(wide, Speed(connections=4))
+    live, report = restored(Tier(far, name="far"), Tier(whole, name="whole"))
+    assert same(live)
+    assert {(bad.tier, bad.name) for bad in report.damaged} == {("far", name)}
+    assert len(report.damaged) >= 2
+    assert all(served.nbytes > 0 for served in report.served[1:])
+
+
+def test_damage_of_a_far_tier_alone_is_one_error_and_no_thread_writes_after_it(
+    wide: MemoryStore,
+) -> None:
+    flip(wide, pack_name(CheckpointId(1, 1), 0, 1), -1)
+    far = ThrottledStore(wide, Speed(connections=4))
+    live = many(0.0)
+    with Checkpointer(
+        MemoryStore("new"), state=live, tiers=(Tier(far, name="far"),), persist="thread"
+    ) as ckpt:
+        with pytest.raises(CorruptCheckpoint, match="none of 1 checkpoints could be loaded"):
+            ckpt.restore()
+        assert not [t for t in threading.enumerate() if t.name == "asymcheck-lane"]

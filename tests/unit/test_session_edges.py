@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import asymcheck
-from asymcheck import recovery
 from asymcheck.errors import CaptureError, StoreError, SupersededWriter
+from asymcheck.filling import Filling
 from asymcheck.persister import PersistProcess
 from asymcheck.storage.local import LocalStore
 from asymcheck.storage.memory import MemoryStore
@@ -30,7 +30,7 @@ def test_after_an_interrupted_restore_nothing_is_saved_until_the_state_is_whole(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(recovery._Loading, "_read_leaves", interrupted)
+            patch.setattr(Filling, "read", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 checkpointer.restore()
         with pytest.raises(CaptureError, match="overwritten in part"):

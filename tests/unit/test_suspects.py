@@ -13,18 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from asymcheck import Checkpointer
+from asymcheck import Checkpointer, Tier
 from asymcheck.cli import app
 from asymcheck.errors import CheckpointWarning, CorruptCheckpoint, NoCheckpoint, OptionError
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.storage.copies import Copies, Place
 from asymcheck.storage.local import LocalStore
 from asymcheck.storage.memory import MemoryStore
-from asymcheck.storage.names import parse_suspect_name, suspect_name
+from asymcheck.storage.names import manifest_name, parse_suspect_name, suspect_name
 from asymcheck.storage.repository import Repository, create_repository, open_repository
 from asymcheck.storage.store import Store
 from asymcheck.storage.suspects import clear_suspect, mark_suspect, read_mark
 from asymcheck.testing.checkpoints import commit_bytes
+from asymcheck.testing.faulty import FaultyStore
 
 WHY = "two starts died on it"
 
@@ -235,3 +236,97 @@ def test_ls_show_doctor_and_prune_know_suspects(root: Path) -> None:
     assert "1 marked suspect" in CliRunner().invoke(app, ["doctor", str(root)]).output
     asymcheck("prune", root, "--keep-last", 1, "--yes")
     assert [at.step for at in open_repository(LocalStore(root)).survey().committed] == [2, 3]
+
+
+# --- tiers ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def both() -> tuple[MemoryStore, MemoryStore]:
+    """Steps 1 to 3 at home and in a tier."""
+    home, far = MemoryStore("home"), MemoryStore("far")
+    tensor = torch.zeros(8)
+    with Checkpointer(
+        home, state={"w": tensor}, tiers=(Tier(far, name="far"),), persist="thread"
+    ) as ckpt:
+        ckpt.restore()
+        for step in (1, 2, 3):
+            tensor.fill_(step)
+            ckpt.save(step)
+            assert ckpt.wait(60, tier="far")
+    return home, far
+
+
+def start(home: Store, far: Store) -> int:
+    """What a start of the training goes on from; its tier has caught up when it ends."""
+    tiers, state = (Tier(far, name="far"),), {"w": torch.zeros(8)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        with Checkpointer(home, state=state, tiers=tiers, persist="thread") as ckpt:
+            found = ckpt.restore()
+            assert ckpt.wait(60, tier="far")
+            return found
+
+
+def marks(store: Store) -> list[int]:
+    found = (parse_suspect_name(entry.name) for entry in store.list())
+    return [at.step for at in found if at is not None]
+
+
+def test_a_mark_made_at_home_is_honoured_by_a_start_with_an_empty_home(
+    both: tuple[MemoryStore, MemoryStore],
+) -> None:
+    home, far = both
+    mark(home, 3)
+    assert start(home, far) == 2
+    assert marks(far) == [3]
+    assert start(MemoryStore("new"), far) == 2
+
+
+def test_a_mark_taken_away_at_home_goes_from_the_tier_too(
+    both: tuple[MemoryStore, MemoryStore],
+) -> None:
+    home, far = both
+    at = mark(home, 3)
+    start(home, far)
+    clear_suspect(home, at)  # while nothing runs
+    assert marks(far) == [3]
+    assert start(home, far) == 3
+    assert marks(far) == []
+    assert start(MemoryStore("new"), far) == 3
+
+
+def test_a_tier_never_has_a_suspect_without_its_mark(
+    both: tuple[MemoryStore, MemoryStore],
+) -> None:
+    home, _ = both
+    at = mark(home, 3)
+    watched = FaultyStore(MemoryStore("later"))
+    start(home, watched)
+    written = [name for op, name in watched.operations if op == "write"]
+    assert suspect_name(at) in written
+    if manifest_name(at) in written:
+        assert written.index(suspect_name(at)) < written.index(manifest_name(at))
+
+
+def test_recover_brings_home_a_suspect_that_is_asked_for_with_its_mark(tmp_path: Path) -> None:
+    far = LocalStore(tmp_path / "far")
+    trained(str(tmp_path / "far"), 1, 2).close()
+    mark(far, 2)
+    new = tmp_path / "new"
+    asymcheck("recover", new, "--tier", tmp_path / "far", "--step", 2, "--yes")
+    assert marks(LocalStore(new)) == [2]
+    with pytest.raises(CorruptCheckpoint, match="marked suspect"):
+        restored(str(new))
+    assert restored(str(new), 2) == (2, 2.0)
+
+
+def test_what_says_whose_a_marked_place_is_heals_too(
+    both: tuple[MemoryStore, MemoryStore],
+) -> None:
+    home, far = both
+    mark(home, 3)
+    start(home, far)
+    far.write("RUN.json", [b"rotten"])
+    assert start(home, far) == 2
+    assert far._objects["RUN.json"] == home._objects["RUN.json"]

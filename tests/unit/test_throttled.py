@@ -126,11 +126,13 @@ def test_whoever_makes_the_parts_sees_how_long_each_takes(
 
 def test_its_url_says_everything(tmp_path: Path) -> None:
     options = {"bytes_per_s": "50e6", "latency_s": "0.005", "read_bytes_per_s": "1e9"}
+    options["connections"] = "4"
     store = open_throttled(f"file://{tmp_path}", options)
-    assert store.speed == Speed(50e6, 0.005, 1e9)
+    assert store.speed == Speed(50e6, 0.005, 1e9, 4)
+    assert store.capabilities.connections == 4
     assert store.url == (
         f"throttled+file://{tmp_path}?bytes_per_s=50000000.0&latency_s=0.005"
-        f"&read_bytes_per_s=1000000000.0"
+        f"&read_bytes_per_s=1000000000.0&connections=4"
     )
     store.prepare()
     store.write("a", [b"x"])

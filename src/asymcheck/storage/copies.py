@@ -7,16 +7,17 @@ passes: a repository of one store is read in the same way as a hierarchy of many
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from time import perf_counter
 from typing import Literal, TypeVar
 
 from asymcheck.errors import CheckpointError, CorruptCheckpoint, ObjectNotFound, StoreError
 from asymcheck.storage.bounded import within
+from asymcheck.storage.lanes import MOST_LANES
 from asymcheck.storage.store import Readable, Store, read_all
 
 T = TypeVar("T")
@@ -68,8 +69,7 @@ class Served:
     Attributes:
         tier: Name of the place.
         nbytes: Bytes that passed their check.
-        duration_s: Seconds in its calls, those that failed too; once where several were made at
-            a time.
+        duration_s: Seconds in which a call of it was under way, those that failed too.
     """
 
     tier: str
@@ -88,7 +88,7 @@ class Notes:
         listed: What lay in each of several places when all were listed: size in bytes by name.
         slow: Places that took long to fail.
 
-    Calls of places may be noted from several threads at a time.
+    Several threads may note what they meet.
     """
 
     served: dict[str, Served] = field(default_factory=dict)
@@ -96,35 +96,34 @@ class Notes:
     unreachable: dict[str, str] = field(default_factory=dict)
     listed: dict[str, dict[str, int]] = field(default_factory=dict)
     slow: set[str] = field(default_factory=set)
-    _under_way: dict[str, tuple[int, float]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _under_way: dict[str, tuple[int, float]] = field(default_factory=dict, repr=False)
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def add(self, found: BadCopy) -> None:
         """Note a bad copy, once."""
-        self.bad.setdefault((found.tier, found.name, found.offset), found)
+        with self._lock:
+            self.bad.setdefault((found.tier, found.name, found.offset), found)
 
-    def begin(self, tier: str, now_s: float) -> None:
+    def begin(self, tier: str) -> None:
         """A call of a place begins."""
         with self._lock:
-            calls, since_s = self._under_way.get(tier, (0, now_s))
-            self._under_way[tier] = calls + 1, since_s
+            others, since_s = self._under_way.get(tier, (0, 0.0))
+            self._under_way[tier] = others + 1, since_s if others else perf_counter()
 
-    def end(self, tier: str, nbytes: int, now_s: float) -> None:
-        """A call ends: count what the place gave, and its seconds when no other is under way."""
+    def end(self, tier: str, nbytes: int) -> None:
+        """One has ended: count what it gave, and the time in which any was under way."""
         with self._lock:
-            calls, since_s = self._under_way.pop(tier)
-            if calls > 1:
-                self._under_way[tier] = calls - 1, since_s
-                since_s = now_s
+            others, since_s = self._under_way[tier]
+            self._under_way[tier] = others - 1, since_s
             so_far = self.served.get(tier, Served(tier))
-            spent_s = so_far.duration_s + now_s - since_s
-            self.served[tier] = Served(tier, so_far.nbytes + nbytes, spent_s)
+            took_s = 0.0 if others > 1 else perf_counter() - since_s
+            self.served[tier] = Served(tier, so_far.nbytes + nbytes, so_far.duration_s + took_s)
 
 
 class Copies:
     """The same objects in several places.
 
-    Reading is for one thread at a time; of objects that are open, for as many as their stores take.
+    Listing is for one thread at a time; several may read.
 
     Args:
         places: Nearest first, at least one.
@@ -238,8 +237,8 @@ class Copies:
         failures: list[tuple[Place, CheckpointError]] = []
         for place in self._order(name):
             start_s = perf_counter()
-            notes, nbytes = self.notes, 0
-            notes.begin(place.name, start_s)
+            nbytes = 0
+            self.notes.begin(place.name)
             try:
                 result, nbytes = work(place)
                 return result
@@ -247,7 +246,7 @@ class Copies:
                 failures.append((place, failure))
                 self._note(place, name, offset, failure, perf_counter() - start_s)
             finally:
-                notes.end(place.name, nbytes, perf_counter())
+                self.notes.end(place.name, nbytes)
         try:
             raise _worst(name, failures)
         finally:
@@ -287,7 +286,8 @@ def bad_copy(tier: str, name: str, failure: CheckpointError, offset: int | None 
 class OpenCopies:
     """A large object of which one copy is open at least; the others when they are needed.
 
-    Get one from ``Copies.open``.
+    Get one from ``Copies.open``. Several threads may read it: a copy in a store that is worth one
+    connection is read by one of them at a time.
     """
 
     def __init__(self, copies: Copies, stack: ExitStack, name: str, nbytes: int) -> None:
@@ -296,6 +296,14 @@ class OpenCopies:
         self._name = name
         self._nbytes = nbytes
         self._opened: dict[str, Readable] = {}
+        self._opening = Lock()
+        self._turn = Lock()
+
+    @property
+    def lanes(self) -> int:
+        """How many reads of the nearest copy are worth having under way at the same time."""
+        order = self._copies._order(self._name)
+        return min(order[0].store.capabilities.connections, MOST_LANES) if order else 1
 
     def at(self, place: Place) -> Readable:
         """The copy in one place.
@@ -305,15 +313,16 @@ class OpenCopies:
             CorruptCheckpoint: It has another size.
             StoreError: The medium failed.
         """
-        found = self._opened.get(place.name)
-        if found is None:
-            found = self._stack.enter_context(place.store.open(self._name))
-            if found.nbytes != self._nbytes:
-                raise CorruptCheckpoint(
-                    self._name, f"{found.nbytes} bytes, the manifest says {self._nbytes}"
-                )
-            self._opened[place.name] = found
-        return found
+        with self._opening:
+            found = self._opened.get(place.name)
+            if found is None:
+                found = self._stack.enter_context(place.store.open(self._name))
+                if found.nbytes != self._nbytes:
+                    raise CorruptCheckpoint(
+                        self._name, f"{found.nbytes} bytes, the manifest says {self._nbytes}"
+                    )
+                self._opened[place.name] = found
+            return found
 
     def read(self, offset: int, nbytes: int, work: Callable[[Readable], None]) -> None:
         """Do ``work``, which reads and checks, on the nearest copy where it does not fail; blocks.
@@ -329,7 +338,9 @@ class OpenCopies:
         """
 
         def there(place: Place) -> tuple[None, int]:
-            work(self.at(place))
+            alone = place.store.capabilities.connections == 1
+            with self._turn if alone else nullcontext():
+                work(self.at(place))
             return None, nbytes
 
         self._copies._first_good(self._name, offset, there)

@@ -386,8 +386,9 @@ def _told(failure: Exception) -> str:
     text = str(failure).partition("\n")[0].partition("\\n")[0]
     found = re.match(r'\w+\("([\w.$]+)", "(.*)', text)
     if found:
-        text = f"{found[1].rpartition('.')[2]}: {found[2]}"
-    return text[:300].rstrip('"). ') or type(failure).__name__
+        said = found[2].rstrip('"). ')
+        text = f"{found[1].rpartition('.')[2]}: {said}"
+    return text[:300].rstrip('". ') or type(failure).__name__
 
 
 def _meaning(told: str) -> tuple[str, bool]:

@@ -29,6 +29,7 @@ from asymcheck.storage.names import (
     manifest_name,
     parse_attempt_name,
     parse_name,
+    parse_suspect_name,
 )
 from asymcheck.storage.reader import OpenCheckpoint, read_same
 from asymcheck.storage.runs import RECORD_BYTES, read_run
@@ -96,7 +97,7 @@ def _heal(hierarchy: Hierarchy, place: Place, name: str) -> int:
         _refuse_another(hierarchy.copies.only(place), opened.manifest)
         if what_is_wrong(place, opened, name) is None:
             return 0
-        write_whole(place.store, name, _parts(hierarchy.copies, opened, name))
+        _write(place, name, lambda: _parts(hierarchy.copies, opened, name))
         if what_is_wrong(place, opened, name) is not None:
             raise StoreError(
                 f"{place.name}: {name} was written anew and is still not what was committed: look "
@@ -107,6 +108,15 @@ def _heal(hierarchy: Hierarchy, place: Place, name: str) -> int:
             place.store.delete(name)  # retention took the checkpoint away meanwhile
             return 0
         return _nbytes(opened.manifest, hierarchy.copies, name)
+
+
+def _write(place: Place, name: str, parts: Callable[[], Iterable[Buffer]]) -> None:
+    try:
+        write_whole(place.store, name, parts())
+    except StoreError:
+        # Whoever promotes to that place sweeps it once when it begins, on rank 0: what another rank
+        # was writing meanwhile is gone.
+        write_whole(place.store, name, parts())
 
 
 def _refuse_another(copies: Copies, manifest: Manifest) -> None:
@@ -230,8 +240,8 @@ def _heal_top(hierarchy: Hierarchy, place: Place) -> list[Healed]:
 
 
 def _is_ours(name: str) -> bool:
-    top = name in (FORMAT_NAME, RUN_NAME)
-    return top or parse_attempt_name(name) is not None or parse_name(name) is not None
+    kinds = (parse_attempt_name, parse_name, parse_suspect_name)
+    return name in (FORMAT_NAME, RUN_NAME) or any(kind(name) is not None for kind in kinds)
 
 
 def _check_of(name: str, run: str) -> Callable[[bytes], bytes]:
@@ -255,22 +265,35 @@ def _check_of(name: str, run: str) -> Callable[[bytes], bytes]:
 # --- looking for what is bad ------------------------------------------------------
 
 
-def scan(hierarchy: Hierarchy, place: Place) -> Iterator[BadCopy]:
+def scan(hierarchy: Hierarchy, place: Place, step: int | None = None) -> Iterator[BadCopy]:
     """Read every byte of one place and yield each object that is not what was committed; blocks.
 
     Of a checkpoint whose manifest the place has, all objects have to be there.
+
+    Args:
+        hierarchy: All places.
+        place: Which.
+        step: Only checkpoints of this step; ``None`` for all, and what is of no checkpoint.
+
+    Raises:
+        StoreError: The place cannot be listed.
     """
     alone = hierarchy.copies.only(place)
     (sizes,) = alone.sizes()
-    for name in [n for n in (FORMAT_NAME, RUN_NAME) if sizes or n in sizes] + sorted(
-        n for n in sizes if parse_attempt_name(n) is not None
+    for name in (
+        []
+        if step is not None
+        else [n for n in (FORMAT_NAME, RUN_NAME) if sizes or n in sizes]
+        + sorted(n for n in sizes if parse_attempt_name(n) is not None)
     ):
         try:
             alone.read(name, RECORD_BYTES, _check_of(name, hierarchy.run))
         except (CorruptCheckpoint, StoreError) as failure:
             yield bad_copy(place.name, name, failure)
-    for name in sorted(n for n in sizes if (p := parse_name(n)) and p.kind == "manifest"):
-        yield from _scan(hierarchy, place, name)
+    for name in sorted(sizes):
+        parsed = parse_name(name)
+        if parsed and parsed.kind == "manifest" and step in (None, parsed.at.step):
+            yield from _scan(hierarchy, place, name)
 
 
 def _scan(hierarchy: Hierarchy, place: Place, manifest: str) -> Iterator[BadCopy]:

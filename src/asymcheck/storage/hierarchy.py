@@ -31,22 +31,20 @@ class Hierarchy:
         places: Where copies lie, nearest first.
         run: Id of the run.
         limit_s: How long listing may take where there are several places.
-        readers: How many threads may read chunks of an open checkpoint at a time.
 
     Attributes:
         run: Id of the run.
         copies: The objects, and notes of what was met while they were read.
-        known: Manifests that were read before, where each read is dear; ``None`` to read anew.
-        readers: As told.
+        known: Manifests that were read before, where each read is dear; ``None`` to read anew. So
+            are the parents of attempts then. Neither ever changes.
     """
 
-    def __init__(
-        self, places: Sequence[Place], run: str, limit_s: float = 60.0, *, readers: int = 1
-    ) -> None:
+    def __init__(self, places: Sequence[Place], run: str, limit_s: float = 60.0) -> None:
         self.run = run
-        self.readers = readers
         self.copies = Copies(places, limit_s)
-        self.known: dict[str, Manifest] | None = {} if len(places) > 1 else None
+        is_dear = len(places) > 1 or places[0].store.capabilities.durability == "replicated"
+        self.known: dict[str, Manifest] | None = {} if is_dear else None
+        self._known_parents: dict[int, CheckpointId | None] = {}
 
     @property
     def spoken(self) -> str:
@@ -55,7 +53,10 @@ class Hierarchy:
 
     def survey(self) -> Listing:
         """List every place and read every manifest; see ``listing.survey``."""
-        return survey(self.copies, self.run, self.known)
+        found = survey(self.copies, self.run, self.known)
+        if self.known is not None:  # what is gone is forgotten
+            self.known = {manifest_name(at): manifest for at, manifest in found.committed.items()}
+        return found
 
     def parents(self, *, unreadable_too: bool = False) -> dict[int, CheckpointId | None]:
         """What each attempt continued from; a damaged record counts as nothing.
@@ -66,6 +67,9 @@ class Hierarchy:
         """
         found: dict[int, CheckpointId | None] = {}
         for number in self.attempt_numbers():
+            if self.known is not None and number in self._known_parents:
+                found[number] = self._known_parents[number]
+                continue
             try:
                 record = self.attempt(number)
             except (CorruptCheckpoint, ObjectNotFound):
@@ -75,7 +79,7 @@ class Hierarchy:
                     raise
                 found[number] = None
             else:
-                found[number] = record.parent
+                found[number] = self._known_parents[number] = record.parent
         return found
 
     def attempt(self, number: int) -> Attempt:

@@ -23,7 +23,13 @@ from asymcheck.storage.manifest import (
     read_manifest,
     unfit_as_base,
 )
-from asymcheck.storage.names import manifest_name, parse_name, parse_suspect_name, step_folder
+from asymcheck.storage.names import (
+    manifest_name,
+    parse_name,
+    parse_suspect_name,
+    step_folder,
+    suspect_name,
+)
 from asymcheck.storage.store import Store, read_all
 
 _LOOKS = 100  # a bound; each look again means that a writer did something meanwhile
@@ -59,7 +65,8 @@ class Listing:
         damaged: Manifests of this run (or of none that can be told) that name no existing one.
         foreign: Manifests of other runs: never counted, never removed.
         leftovers: Objects of this format that no manifest names; marks of what exists no more.
-        suspects: Existing checkpoints that are marked suspect: never chosen unasked.
+        suspects: Existing checkpoints that are marked suspect in the nearest place that has them:
+            never chosen unasked.
     """
 
     committed: Mapping[CheckpointId, Manifest]
@@ -290,9 +297,17 @@ def _read_manifests(
         sorted(damaged, key=lambda d: d.at),
         sorted(foreign),
         sorted(leftovers),
-        frozenset(of for of, _ in marks if of in committed),
+        frozenset(of for of, _ in marks if of in committed and _is_marked(of, sizes)),
     )
     return listing, settled
+
+
+def _is_marked(at: CheckpointId, sizes: Sequence[Mapping[str, int]]) -> bool:
+    """Whether the nearest place that has a checkpoint has a mark beside it. So a mark that was
+    taken away at home is gone, although a tier that could not be reached since still has it.
+    """
+    nearest = next((size for size in sizes if manifest_name(at) in size), {})
+    return suspect_name(at) in nearest
 
 
 def _read_manifest(copies: Copies, name: str, known: dict[str, Manifest] | None) -> Manifest:

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import stat
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,6 +37,7 @@ class OpenFile:
         self._next = 0
         self._buffers: list[mmap.mmap] = []
         self._direct_fd: int | None = None
+        self._opening = threading.Lock()
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise FileNotFoundError(errno.ENOENT, "not a file")
@@ -68,7 +70,10 @@ class OpenFile:
             self.readinto(offset, into)
             return
         done = 0
-        buffer = self._buffers.pop() if self._buffers else _new_buffer()
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:  # asked and taken in one step, since several threads may read
+            buffer = _new_buffer()
         while done < len(into):
             at = offset + done
             before = at % PAGE_BYTES
@@ -87,12 +92,13 @@ class OpenFile:
 
     def _open_direct(self) -> int | None:
         """The same file, to be read past the page cache; ``None`` where that cannot be done."""
-        if self._direct_fd is None and hasattr(os, "O_DIRECT"):
-            with suppress(OSError):
-                # The descriptor by its number: the name may be gone, or another file's by now.
-                mine = f"/proc/self/fd/{self._fd}"
-                self._direct_fd = os.open(mine, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        return self._direct_fd
+        with self._opening:
+            if self._direct_fd is None and hasattr(os, "O_DIRECT"):
+                with suppress(OSError):
+                    # The descriptor by its number: the name may be gone, or another file's by now.
+                    mine = f"/proc/self/fd/{self._fd}"
+                    self._direct_fd = os.open(mine, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            return self._direct_fd
 
     def _read(self, offset: int, into: memoryview) -> None:
         done = 0

@@ -8,9 +8,10 @@ indexes, manifest. Until its manifest is there it does not exist.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from asymcheck.errors import (
@@ -21,8 +22,10 @@ from asymcheck.errors import (
     StoreError,
 )
 from asymcheck.planning.layout import PAGE_BYTES, align_up
+from asymcheck.storage.copies import Copies
 from asymcheck.storage.hierarchy import Hierarchy
-from asymcheck.storage.index import Chunk, Index
+from asymcheck.storage.index import Chunk, Index, StoredObject
+from asymcheck.storage.lanes import MOST_LANES, side_by_side
 from asymcheck.storage.listing import sizes_at, wrong_length
 from asymcheck.storage.names import attempt_name, manifest_name
 from asymcheck.storage.packs import ZEROS
@@ -106,7 +109,8 @@ def copy_checkpoint(
     """Copy a checkpoint whose bases, if it has any, are in the target; blocks.
 
     Objects that are there with their length are not written again: a copy that was cut short goes
-    on where it ended.
+    on where it ended. As many are written at a time as the target is worth connections, at most
+    ``MOST_LANES``, and as many chunks are read back at a time; each takes the memory of a chunk.
 
     Args:
         home: Where it is.
@@ -126,16 +130,17 @@ def copy_checkpoint(
     name = manifest_name(manifest.at)
     sealed = read_same(home.copies, name, manifest.hash)
     there = sizes_at(target.store, manifest.at)
-    for index in source.indexes:
-        for serial, pack in enumerate(index.packs):
-            if there.get(pack.name) != pack.nbytes:
-                write_whole(
-                    target.store, pack.name, _counted(parts_of(source, index, serial), moved)
-                )
-    for stored, expected in manifest.indexes:
-        data = read_same(home.copies, stored.name, expected)
-        if there.get(stored.name) != stored.nbytes:
-            write_whole(target.store, stored.name, _counted([data], moved))
+    writing = _Writing(target.store, moved)
+    packs = [
+        (pack.name, index, serial)
+        for index in source.indexes
+        for serial, pack in enumerate(index.packs)
+        if there.get(pack.name) != pack.nbytes
+    ]
+    beside = min(writing.lanes, len(packs))
+    writing.all({name: partial(parts_of, source, i, n, beside) for name, i, n in packs})
+    lacking = [(o, expected) for o, expected in manifest.indexes if there.get(o.name) != o.nbytes]
+    writing.all({o.name: partial(_parts_same, home.copies, o.name, h) for o, h in lacking})
     verify_copy(source, target, verify)
     check()
     write_whole(target.store, name, [sealed])
@@ -162,16 +167,29 @@ def verify_copy(source: OpenCheckpoint, target: Repository, verify: Verify) -> N
         raise _arrived_wrong(target.store, problem.where, problem.why)
     if verify == "size":
         return
-    for stored, expected in manifest.indexes:
-        with _arriving(target.store, stored.name):
-            read_same(target.copies, stored.name, expected)
-    for index in source.indexes:
-        for serial, pack in enumerate(index.packs):
-            with _arriving(target.store, pack.name), ExitStack() as stack:
-                opened = target.copies.open(stack, pack.name, pack.nbytes)
-                copied = replace(source, _packs={pack.name: opened}, base=None)
-                for _ in parts_of(copied, index, serial):
-                    pass
+    packs = [(index, serial) for index in source.indexes for serial, _ in enumerate(index.packs)]
+    lanes = lanes_of(target.store)
+    beside = max(1, min(lanes, len(packs)))
+    looks = [partial(_look_at_index, target, *stored) for stored in manifest.indexes]
+    looks += [partial(_look_at_pack, source, target, *where, beside) for where in packs]
+    for _ in side_by_side(looks, lanes):
+        pass
+
+
+def _look_at_index(target: Repository, stored: StoredObject, expected: str) -> None:
+    with _arriving(target.store, stored.name):
+        read_same(target.copies, stored.name, expected)
+
+
+def _look_at_pack(
+    source: OpenCheckpoint, target: Repository, index: Index, serial: int, beside: int
+) -> None:
+    pack = index.packs[serial]
+    with _arriving(target.store, pack.name), ExitStack() as stack:
+        opened = target.copies.open(stack, pack.name, pack.nbytes)
+        copied = replace(source, _packs={pack.name: opened}, base=None)
+        for _ in parts_of(copied, index, serial, beside):
+            pass
 
 
 @contextmanager
@@ -188,34 +206,100 @@ def _arrived_wrong(target: Store, name: str, why: str) -> StoreError:
     return StoreError(f"{target.url}: {name} did not arrive as it was sent: {why}", retryable=True)
 
 
-def _counted(parts: Iterable[Buffer], moved: Callable[[int], None]) -> Iterator[Buffer]:
-    for part in parts:
-        yield part
-        moved(memoryview(part).nbytes)
+class _Writing:
+    """Writes several objects of a copy at a time; when one fails the others end too.
+
+    Args:
+        store: Where to.
+        moved: Told of bytes that were written.
+    """
+
+    def __init__(self, store: Store, moved: Callable[[int], None]) -> None:
+        self.lanes = lanes_of(store)
+        self._store = store
+        self._moved = moved
+        self._failures: list[BaseException] = []
+
+    def all(self, objects: Mapping[str, Callable[[], Iterable[Buffer]]]) -> None:
+        """Write each, by its name and what makes its bytes; blocks until none is under way."""
+        failure: BaseException | None = None
+        try:
+            for _ in side_by_side((partial(self._one, *o) for o in objects.items()), self.lanes):
+                pass
+        except BaseException as first:  # noqa: BLE001  raised below
+            failure = self._failures[0] if self._failures else first
+            self._failures.clear()
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback knows this frame
+
+    def _one(self, name: str, parts: Callable[[], Iterable[Buffer]]) -> None:
+        try:
+            write_whole(self._store, name, self._counted(name, parts()))
+        except BaseException as failure:
+            self._failures.append(failure)  # those that end because of it come later
+            raise
+
+    def _counted(self, name: str, parts: Iterable[Buffer]) -> Iterator[Buffer]:
+        for part in parts:
+            if self._failures:
+                raise StoreError(f"{self._store.url}: {name}: another failed", retryable=True)
+            yield part
+            self._moved(memoryview(part).nbytes)
 
 
-def parts_of(source: OpenCheckpoint, index: Index, serial: int) -> Iterator[Buffer]:
-    """The bytes of a pack, chunk by chunk, each checked; every part lives until the next."""
+def lanes_of(store: Store) -> int:
+    """How many objects of it are written or read at the same time."""
+    return min(store.capabilities.connections, MOST_LANES)
+
+
+def _parts_same(copies: Copies, name: str, expected: str) -> Iterator[Buffer]:
+    yield read_same(copies, name, expected)
+
+
+def parts_of(
+    source: OpenCheckpoint, index: Index, serial: int, beside: int = 1
+) -> Iterator[Buffer]:
+    """The bytes of a pack, chunk by chunk, each checked; every part lives until the next.
+
+    Where the medium is worth several connections so many chunks are read ahead.
+
+    Args:
+        source: The checkpoint, open.
+        index: Of the rank.
+        serial: Which of its packs.
+        beside: How many packs are read at the same time as this one, itself too: they share what
+            the medium is worth.
+
+    Raises:
+        CorruptCheckpoint: A chunk is not what was committed, or the pack is not made of its chunks.
+        StoreError: The medium failed.
+    """
     pack = index.packs[serial]
     chunks = sorted(_chunks_of(index, serial), key=lambda chunk: chunk.offset)
-    room = max((align_up(chunk.stored_bytes, PAGE_BYTES) for chunk in chunks), default=0)
-    end = 0
-    # On whole pages, with zeros behind a chunk: a local store writes it as it is.
-    buffer = memoryview(mmap.mmap(-1, max(room, PAGE_BYTES)))
-    for chunk in chunks:
+    ends = [min(align_up(c.offset + c.stored_bytes, PAGE_BYTES), pack.nbytes) for c in chunks]
+    for chunk, end in zip(chunks[1:], ends, strict=False):
         if chunk.offset < end:
             raise CorruptCheckpoint(pack.name, f"two chunks lie at byte {chunk.offset}")
-        while end < chunk.offset:
-            yield ZEROS[: min(chunk.offset - end, len(ZEROS))]
-            end += min(chunk.offset - end, len(ZEROS))
-        nbytes = chunk.stored_bytes
-        source.read(index, chunk, buffer[:nbytes])
-        padded = min(align_up(nbytes, PAGE_BYTES), pack.nbytes - end)
-        buffer[nbytes:padded] = bytes(max(0, padded - nbytes))
-        yield buffer[: max(nbytes, padded)]
-        end += max(nbytes, padded)
-    if end != pack.nbytes:
-        raise CorruptCheckpoint(pack.name, f"its chunks end at byte {end} of {pack.nbytes}")
+    room = max((align_up(chunk.stored_bytes, PAGE_BYTES) for chunk in chunks), default=0)
+    lanes = max(1, min(source.lanes // max(1, beside), len(chunks)))
+    # On whole pages, with zeros behind a chunk: a local store writes it as it is.
+    buffers = [memoryview(mmap.mmap(-1, room)) for _ in range(lanes if chunks else 0)]
+    calls = (
+        partial(source.read, index, chunk, buffers[i % lanes]) for i, chunk in enumerate(chunks)
+    )
+    at = 0
+    with closing(side_by_side(calls, lanes)) as read:
+        for i, (chunk, end, _) in enumerate(zip(chunks, ends, read, strict=False)):
+            while at < chunk.offset:
+                yield ZEROS[: min(chunk.offset - at, len(ZEROS))]
+                at += min(chunk.offset - at, len(ZEROS))
+            yield buffers[i % lanes][: end - chunk.offset]
+            at = end
+    if at != pack.nbytes:
+        raise CorruptCheckpoint(pack.name, f"its chunks end at byte {at} of {pack.nbytes}")
 
 
 def _chunks_of(index: Index, serial: int) -> Iterator[Chunk]:

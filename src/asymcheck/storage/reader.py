@@ -42,14 +42,20 @@ class OpenCheckpoint:
     _packs: Mapping[str, OpenCopies] = field(repr=False)
     base: OpenCheckpoint | None = None
 
+    @property
+    def lanes(self) -> int:
+        """How many chunks are worth reading at the same time, where they lie nearest."""
+        return max((pack.lanes for pack in self._packs.values()), default=1)
+
     def read(self, index: Index, chunk: Chunk, into: memoryview, *, once: bool = False) -> None:
         """Fill ``into`` with the stored bytes of a chunk and check them; blocks. Of several
-        copies the nearest counts that is whole.
+        copies the nearest counts that is whole. Several threads may.
 
         Args:
             index: The rank's index that lists the chunk.
             chunk: The chunk.
-            into: Exactly ``chunk.stored_bytes`` long; on an error its content is undefined.
+            into: ``chunk.stored_bytes`` long, or longer: where it has room for the zeros behind
+                the chunk they are read with it. On an error its content is undefined.
             once: Whether nobody else on this host reads them soon: then they need not stay in
                 its page cache.
 
@@ -59,7 +65,7 @@ class OpenCheckpoint:
         """
         self._packs[index.packs[chunk.pack].name].read(
             chunk.offset,
-            len(into),
+            chunk.stored_bytes,
             lambda opened: read_chunk(opened, index, chunk, into, once=once),
         )
 
@@ -72,14 +78,18 @@ def read_chunk(
     Raises like ``OpenCheckpoint.read``; blocks.
     """
     pack = index.packs[chunk.pack]
+    nbytes, end = chunk.stored_bytes, chunk.offset + chunk.stored_bytes
+    gap_bytes = max(0, min(align_up(end, PAGE_BYTES), pack.nbytes) - end)
+    at_once = into[: nbytes + gap_bytes] if len(into) >= nbytes + gap_bytes else into[:nbytes]
     if isinstance(opened, ReadsHashed):
-        found = opened.read_hashed(chunk.offset, into)
+        at_once = into[:nbytes]
+        found = opened.read_hashed(chunk.offset, at_once)
     else:
         if once and isinstance(opened, ReadsOnce):
-            opened.read_once(chunk.offset, into)
+            opened.read_once(chunk.offset, at_once)
         else:
-            opened.readinto(chunk.offset, into)
-        found = digest(into)
+            opened.readinto(chunk.offset, at_once)
+        found = digest(into[:nbytes])
     where = f"{pack.name} at byte {chunk.offset}"
     if found != chunk.hash:
         raise CorruptCheckpoint(
@@ -87,10 +97,11 @@ def read_chunk(
             f"hash of {chunk.stored_bytes} bytes is {found}, expected {chunk.hash}; "
             f"hit: {spoken(keys_of(index, chunk))}",
         )
-    end = chunk.offset + chunk.stored_bytes
-    gap = bytearray(min(align_up(end, PAGE_BYTES), pack.nbytes) - end)
-    if gap:
-        opened.readinto(end, memoryview(gap))
+    if gap_bytes:
+        gap = at_once[nbytes:]
+        if not gap:
+            gap = memoryview(bytearray(gap_bytes))
+            opened.readinto(end, gap)
         if any(gap):
             raise CorruptCheckpoint(where, f"the gap after byte {end} is not zero")
 

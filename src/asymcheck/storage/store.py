@@ -65,7 +65,8 @@ class Readable(Protocol):
         ...
 
     def readinto(self, offset: int, into: memoryview) -> None:
-        """Fill ``into`` from ``offset``; blocks.
+        """Fill ``into`` from ``offset``; blocks. Where ``capabilities.connections`` of the store is
+        greater than 1 several threads read at a time, elsewhere one.
 
         Raises:
             StoreError: The medium failed, or the object ends before ``into`` is full.

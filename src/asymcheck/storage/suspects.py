@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from asymcheck.errors import CorruptCheckpoint, NoCheckpoint, ObjectNotFound
@@ -75,6 +76,18 @@ def clear_suspect(store: Store, at: CheckpointId) -> None:
         StoreError: It could not be removed.
     """
     store.delete(suspect_name(at))
+
+
+def carry_mark(copies: Copies, at: CheckpointId, target: Store) -> None:
+    """Give another place the mark of a checkpoint, whatever it says; blocks. Nothing happens where
+    it was taken away meanwhile.
+
+    Raises:
+        StoreError: A medium failed.
+    """
+    name = suspect_name(at)
+    with suppress(ObjectNotFound):
+        write_whole(target, name, [copies.read(name, _RECORD_BYTES, bytes)])
 
 
 def read_mark(copies: Copies, at: CheckpointId) -> Mark:

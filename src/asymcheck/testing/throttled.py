@@ -6,8 +6,9 @@ import math
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from time import monotonic, sleep
+from typing import Any
 from urllib.parse import urlencode
 
 from asymcheck.errors import OptionError, nearest
@@ -23,16 +24,20 @@ class Speed:
         latency_s: Seconds that each part of a write, each ``create`` and each read takes before
             its first byte moves. Those of several threads pass at the same time.
         read_bytes_per_s: Of all reads together.
+        connections: What ``capabilities`` says of them; 0 for what the real store says.
     """
 
     bytes_per_s: float = math.inf
     latency_s: float = 0.0
     read_bytes_per_s: float = math.inf
+    connections: int = 0
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_s", "read_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise OptionError(f"{name}: expected more than 0, found {getattr(self, name)}")
+        if self.connections < 0:
+            raise OptionError(f"connections: expected 0 or more, found {self.connections}")
         if not 0 <= self.latency_s < math.inf:
             raise OptionError(f"latency_s: expected 0 or more, found {self.latency_s}")
 
@@ -90,7 +95,8 @@ class ThrottledStore:
     @property
     def capabilities(self) -> Capabilities:
         """See ``Store``."""
-        return self.inner.capabilities
+        found = self.inner.capabilities
+        return replace(found, connections=self.speed.connections or found.connections)
 
     def prepare(self) -> None:
         """See ``Store``."""
@@ -147,18 +153,18 @@ class _ThrottledReadable:
 
 
 def open_throttled(target: str, options: dict[str, str]) -> ThrottledStore:
-    """Factory of ``throttled+INNER://…?bytes_per_s=50e6&latency_s=0.005``.
+    """Factory of ``throttled+INNER://…?bytes_per_s=50e6&latency_s=0.005&connections=4``.
 
     Raises:
         OptionError: An option is wrong.
     """
     known = [f.name for f in fields(Speed)]
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     for name, text in options.items():
         if name not in known:
             raise OptionError(f"throttled store: unknown option {name!r}{nearest(name, known)}")
         try:
-            values[name] = float(text)
+            values[name] = int(text) if name == "connections" else float(text)
         except ValueError:
             raise OptionError(f"{name}: expected a number, found {text!r}") from None
     return ThrottledStore(open_store(target), Speed(**values))
