@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import socket
 import threading
 import weakref
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
@@ -18,7 +17,7 @@ import xxhash
 from asymcheck.errors import ObjectNotFound, OptionError, StoreError, nearest
 from asymcheck.planning.replicas import place_replicas
 from asymcheck.storage.peers.link import Link
-from asymcheck.storage.peers.secret import Address, parse_address, secret_for
+from asymcheck.storage.peers.secret import Address, found_here, parse_address, secret_for
 from asymcheck.storage.peers.swarm import Copies, Swarm, Uploads
 from asymcheck.storage.peers.words import FRAME_BYTES
 from asymcheck.storage.store import Buffer, Capabilities, Entry, Readable, check_name
@@ -72,7 +71,7 @@ class PeerStore:
         self._run = run
         self._replicas = replicas
         self._given = here
-        self._here = here if here is not None else _found_here(self._hosts)
+        self._here = here if here is not None else found_here(self._hosts)
         self._secret_file = secret_file
         self._secret = secret_for(secret_file, self._hosts)
         self._timeout_s = timeout_s
@@ -105,8 +104,16 @@ class PeerStore:
 
         Raises:
             StoreError: No agent can be reached, or all refuse.
+            OptionError: An agent knows its peers, and means others than this store.
         """
-        self._info()
+        for host, said in self._info().items():
+            expected, found = [len(self._hosts), self._replicas, host], said.get("member")
+            if found is not None and found != expected:
+                raise OptionError(
+                    f"{self._hosts[host]}: its agent was started with other --peers, --self or "
+                    f"--replicas than this URL says: expected [hosts, replicas, self] = "
+                    f"{expected}, found {found}: name the same hosts in the same order"
+                )
 
     def write(self, name: str, parts: Iterable[Buffer]) -> int:
         """See ``Store``."""
@@ -169,13 +176,15 @@ class PeerStore:
     def free_bytes(self) -> int | None:
         """Room left for packs of this host, with the holder that has the least."""
         told = self._info(self._here)
-        return min(int(said["free_bytes"]) for said in told)
+        return min(int(said["free_bytes"]) for said in told.values())
 
-    def _info(self, home: int | None = None) -> Sequence[dict[str, Any]]:
+    def _info(self, home: int | None = None) -> dict[int, dict[str, Any]]:
+        """What agents say of themselves, by host: all, or those that hold packs of one host."""
         driver = self._driven()
         swarm = driver.swarm
         links = swarm.links if home is None else swarm.holders_of("any.pack", home)
-        return [said for _, said in driver.run(swarm.each(links, lambda link: link.ask("info")))]
+        told = driver.run(swarm.each(links, lambda link: link.ask("info")))
+        return {swarm.links.index(link): said for link, said in told}
 
     def _full(self, name: str) -> str:
         return f"{self._run}/{check_name(name)}"
@@ -304,19 +313,6 @@ def _check(
         raise OptionError(f"timeout_s: expected more than 0, found {timeout_s}")
     if not slowest > 0:
         raise OptionError(f"slowest_bytes_per_s: expected more than 0, found {slowest}")
-
-
-def _found_here(hosts: list[Address]) -> int | None:
-    """The first that is an address of this machine: a socket can be bound to it."""
-    for i, address in enumerate(hosts):
-        with suppress(OSError):
-            for family, kind, proto, _, where in socket.getaddrinfo(
-                address.host, 0, type=socket.SOCK_STREAM
-            ):
-                with suppress(OSError), socket.socket(family, kind, proto) as trial:
-                    trial.bind(where)
-                    return i
-    return None
 
 
 def open_peers(target: str, options: dict[str, str]) -> PeerStore:

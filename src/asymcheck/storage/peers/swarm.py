@@ -155,9 +155,9 @@ class Swarm:
 
     # --- changing -----------------------------------------------------------
 
-    def stamp(self, links: Iterable[Link]) -> Stamp:
-        """Newer than all that these agents have just told of, and used once."""
-        self._count = max(self._count, *(link.clock for link in links)) + 1
+    def stamp(self) -> Stamp:
+        """Newer than all that any agent has told of, and used once."""
+        self._count = max(self._count, *(link.clock for link in self.links)) + 1
         return self._count, self._writer
 
     async def uploads(self, name: str) -> Uploads:
@@ -182,9 +182,7 @@ class Swarm:
             return False
         home = self.home_of(name)
         holders = self.holders_of(name, home)
-        entry = Entry(
-            name, len(data), xxhash.xxh3_128_hexdigest(data), home, self.stamp(holders), True
-        )
+        entry = Entry(name, len(data), xxhash.xxh3_128_hexdigest(data), home, self.stamp(), True)
         taken: list[Link] = []
         for link in [h for h in holders if h.aside is None] or holders:
             try:
@@ -192,7 +190,7 @@ class Swarm:
             except PeerFailed:
                 continue
             if not stands:
-                await self._undo(entry, taken)
+                await self._undo(entry, holders, taken)
                 return False
             taken.append(link)
         if not taken:
@@ -207,15 +205,16 @@ class Swarm:
         finally:
             upload.abort()
 
-    async def _undo(self, entry: Entry, links: list[Link]) -> None:
-        if links:
-            # Not a removal: that would be newer than what the other writer creates.
-            await self.each(links, lambda link: link.ask("withdraw", entry=entry))
+    async def _undo(self, entry: Entry, holders: list[Link], taken: list[Link]) -> None:
+        if taken:
+            # Not a removal: that would be newer than what the other writer creates. All are told:
+            # one may have healed itself from those that took it.
+            await self.each(holders, lambda link: link.ask("withdraw", entry=entry))
 
     async def delete(self, name: str) -> None:
         """Remove an object with everybody."""
         await self.each(self.links, lambda link: link.ask("info"))  # for their clocks
-        gone = Entry(name, 0, "", self.home_of(name), self.stamp(self.links), False)
+        gone = Entry(name, 0, "", self.home_of(name), self.stamp(), False)
         await self.each(self.links, lambda link: link.ask("delete", entry=gone))
 
     async def close(self) -> None:
@@ -242,7 +241,7 @@ class Uploads:
 
     async def finish(self, nbytes: int, digest: str) -> None:
         """Say to all that it is whole. Raises as ``feed``."""
-        stamp = self._swarm.stamp(upload.link for upload in self._each)
+        stamp = self._swarm.stamp()
         await self._of_each(lambda upload: upload.finish(nbytes, digest, stamp))
 
     async def _of_each(self, work: Callable[[Upload], Awaitable[object]]) -> None:
