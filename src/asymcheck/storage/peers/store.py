@@ -31,7 +31,7 @@ T = TypeVar("T")
 class PeerStore:
     """Objects in the memory of several hosts, on each of which an agent runs.
 
-    A pack is held by ``replicas`` hosts, the writer's own first; all other objects, which are
+    A pack is held by ``replicas`` hosts, its own one first; all other objects, which are
     small, by every host. A write has succeeded when all agents took it that are well, at
     least one. An agent that fails or is too slow is set aside: it is not waited for again
     until it answers a probe. Reading asks the nearest agent that has the newest version.
@@ -46,6 +46,8 @@ class PeerStore:
         replicas: m, on how many hosts a pack is held, the own one counted.
         here: Which of ``hosts`` is this one; found out where it is ``None``: the first whose
             address is this machine's. A process on none of them writes to hosts by name.
+        ranks_per_host: How many consecutive ranks run on each host, the first ones on the first:
+            then a pack is its rank's host's, whoever writes it. 0: its writer's host's.
         secret_file: A file with what all agents and clients know; needed beyond loopback.
         timeout_s: Bound for one operation of one agent.
         slowest_bytes_per_s: An agent that moves bytes more slowly has failed.
@@ -61,6 +63,7 @@ class PeerStore:
         *,
         replicas: int = 2,
         here: int | None = None,
+        ranks_per_host: int = 0,
         secret_file: str | None = None,
         timeout_s: float = 10.0,
         slowest_bytes_per_s: float = 10e6,
@@ -68,6 +71,9 @@ class PeerStore:
         self._hosts = list(hosts)
         _check(self._hosts, run, here, timeout_s, slowest_bytes_per_s)
         place_replicas(len(self._hosts), replicas)
+        if ranks_per_host < 0:
+            raise OptionError(f"ranks_per_host: expected 0 or more, found {ranks_per_host}")
+        self._ranks_per_host = ranks_per_host
         self._run = run
         self._replicas = replicas
         self._given = here
@@ -90,6 +96,8 @@ class PeerStore:
         said: dict[str, object] = {"replicas": self._replicas}
         if self._given is not None:
             said["self"] = self._given
+        if self._ranks_per_host:
+            said["ranks_per_host"] = self._ranks_per_host
         if self._secret_file is not None:
             said["secret_file"] = self._secret_file
         said["timeout_s"] = self._timeout_s
@@ -203,7 +211,8 @@ class PeerStore:
             Link(address, self._secret, self._timeout_s, self._slowest_bytes_per_s)
             for address in self._hosts
         ]
-        return Swarm(links, self._replicas, self._here, secrets.token_hex(8))
+        writer = secrets.token_hex(8)
+        return Swarm(links, self._replicas, self._here, writer, self._ranks_per_host)
 
 
 class _Driver:
@@ -324,6 +333,7 @@ def open_peers(target: str, options: dict[str, str]) -> PeerStore:
     kinds: dict[str, tuple[str, type]] = {
         "replicas": ("replicas", int),
         "self": ("here", int),
+        "ranks_per_host": ("ranks_per_host", int),
         "secret_file": ("secret_file", str),
         "timeout_s": ("timeout_s", float),
         "slowest_bytes_per_s": ("slowest_bytes_per_s", float),

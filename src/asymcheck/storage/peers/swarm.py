@@ -10,6 +10,7 @@ All of it runs in one event loop.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
@@ -23,6 +24,8 @@ from asymcheck.storage.peers.words import LineLost
 
 T = TypeVar("T")
 
+_RANK = re.compile(r"-r([0-9]{4})-[0-9]{4,6}\.pack\Z")
+
 
 class Swarm:
     """The agents of a store.
@@ -32,19 +35,32 @@ class Swarm:
         replicas: How many hold a pack.
         here: Which of them is on this host, ``None`` for none.
         writer: Tells the stamps of this process from those of others.
+        ranks_per_host: Where the host of a pack is told by the rank in its name; 0 where it is
+            the host of whoever writes it.
     """
 
-    def __init__(self, links: list[Link], replicas: int, here: int | None, writer: str) -> None:
+    def __init__(
+        self,
+        links: list[Link],
+        replicas: int,
+        here: int | None,
+        writer: str,
+        ranks_per_host: int = 0,
+    ) -> None:
         self.links = links
         self.here = here
         self._placed = place_replicas(len(links), replicas)
         self._writer = writer
+        self._ranks_per_host = ranks_per_host
         self._count = 0
 
     # --- who ----------------------------------------------------------------
 
     def home_of(self, name: str) -> int:
         """The host whose state an object is that this process writes."""
+        of_rank = _RANK.search(name) if self._ranks_per_host else None
+        if of_rank is not None:
+            return int(of_rank[1]) // self._ranks_per_host % len(self.links)
         if self.here is not None:
             return self.here
         return int(xxhash.xxh3_64_intdigest(name.encode()) % len(self.links))
