@@ -68,7 +68,7 @@ class Host:
     """What an agent holds, and who can reach it."""
 
     def __init__(self) -> None:
-        self.shelf = Shelf(1 << 22)
+        self.shelf = Shelf(1 << 26)
         self.born = 0
         self.is_cut = False
         self.talks: list[tuple[asyncio.Task[None], Line]] = []
@@ -152,7 +152,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(
         at=st.integers(0, HOSTS - 1),
         name=st.sampled_from(NAMES),
-        size=st.sampled_from([0, 10, 3 << 18]),
+        size=st.sampled_from([0, 10, 3 << 17]),
         fill=st.binary(min_size=1, max_size=1),
     )
     def save(self, at: int, name: str, size: int, fill: bytes) -> None:
@@ -184,7 +184,7 @@ class Cluster(RuleBasedStateMachine):
     def replace(self, at: int) -> None:
         host = self.hosts[at]
         self._run(host.hang_up())
-        host.shelf = Shelf(1 << 22)
+        host.shelf = Shelf(1 << 26)
         host.born += 1
         host.is_cut = False
         self._well()
