@@ -104,6 +104,16 @@ class Hosts:
         """Join it again."""
         _ip("-n", self._switch, "link", "set", f"port{host}", "up")
 
+    def slow(self, host: int, mbit_per_s: int) -> None:
+        """Bound what goes to a host; 0 for no bound."""
+        tc = ["netns", "exec", self._switch, "tc", "qdisc"]
+        where = ["dev", f"port{host}", "root"]
+        if mbit_per_s:
+            rate = ["tbf", "rate", f"{mbit_per_s}mbit", "burst", "64kb", "latency", "400ms"]
+            _ip(*tc, "replace", *where, *rate)
+        else:
+            _ip(*tc, "del", *where)
+
     def kill(self, host: int) -> None:
         """Everything on a host ends at once, and its network with it."""
         name = self._name(host)

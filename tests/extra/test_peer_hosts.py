@@ -95,19 +95,22 @@ class Job:
         self.secret = folder / "secret"
         self.secret.write_text("only these two hosts know it")
         self.secret.chmod(0o600)
+        self.agents = ",".join(f"{hosts.address(host)}:7070" for host in (0, 1))
+        self.said: dict[int, Said] = {}
         for host in (0, 1):
             self.agent(host)
 
     def agent(self, host: int) -> None:
         listen = f"{self.hosts.address(host)}:7070"
         command = [sys.executable, "-c", CLI, "agent", "--listen", listen, "--room-gib", "0.2"]
-        command += ["--secret-file", str(self.secret)]
-        agent = Said(self.hosts.run(host, command, self.log), self.log)
+        command += ["--secret-file", str(self.secret), "--peers", self.agents, "--replicas", "2"]
+        agent = self.said[host] = Said(self.hosts.run(host, command, self.log), self.log)
         agent.next("listening", "on")
 
-    def train(self, name: str, port: int, durable: str = "none") -> list[Said]:
-        both = ",".join(f"{self.hosts.address(host)}:7070" for host in (0, 1))
-        root = f"peers://{both}/{name}?replicas=2&secret_file={self.secret}&timeout_s=5"
+    def train(
+        self, name: str, port: int, durable: str = "none", bounds: str = "timeout_s=5"
+    ) -> list[Said]:
+        root = f"peers://{self.agents}/{name}?replicas=2&secret_file={self.secret}&{bounds}"
         master = f"tcp://{self.hosts.address(0)}:{port}"
         ranks = []
         for host in (0, 1):
@@ -165,6 +168,40 @@ def test_a_lost_host_is_replaced_and_its_state_comes_back_from_its_peer(job: Job
         assert digest == digests[int(step)]
         for later in range(int(step) + 1, STEPS + 1):
             assert rank.next("step", str(later)) == [digests[later]]
+
+
+@pytest.mark.timeout(300)
+def test_a_host_is_replaced_and_healed_before_the_other_one_is_lost(job: Job) -> None:
+    digests = uncut(job)
+    for rank in job.train("cut", 7200):
+        rank.next("start", "0")
+        for step in range(1, STEPS + 1):
+            assert rank.next("step", str(step)) == [digests[step]]
+        rank.next("end", str(STEPS))
+    job.replace(0)
+    job.said[0].next("healed:")
+    job.replace(1)  # now the memory of the new host 0 alone has the checkpoints
+    for rank in job.train("cut", 7300):
+        assert rank.next("start", str(STEPS))[:1] == [digests[STEPS]]
+
+
+@pytest.mark.timeout(300)
+def test_a_slow_link_costs_copies_and_not_the_training_and_they_are_made_up_for(job: Job) -> None:
+    digests = uncut(job)
+    job.hosts.slow(1, 8)  # a checkpoint of rank 0 needs more than the bound to get there
+    for rank in job.train("cut", 7200, bounds="timeout_s=0.5&slowest_bytes_per_s=1e8"):
+        rank.next("start", "0")
+        for step in range(1, STEPS + 1):
+            assert rank.next("step", str(step)) == [digests[step]]
+        rank.next("end", str(STEPS))
+    job.hosts.slow(1, 0)
+    job.said[1].next("healed:")
+    job.replace(0)
+    job.said[0].next("healed:")
+    for rank in job.train("cut", 7300):
+        step, digest, *_ = rank.next("start")
+        assert int(step) > 0
+        assert digest == digests[int(step)]
 
 
 @pytest.mark.timeout(300)

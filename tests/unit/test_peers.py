@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +23,10 @@ from asymcheck import Checkpointer, Tier
 from asymcheck.errors import CheckpointError, ObjectNotFound, OptionError, StoreError
 from asymcheck.planning.cadence import EverySteps
 from asymcheck.storage.peers.agent import Agent
+from asymcheck.storage.peers.healing import Membership
 from asymcheck.storage.peers.secret import Address, read_secret
-from asymcheck.storage.peers.words import Line, greet_as_client
+from asymcheck.storage.peers.shelf import Entry, Incoming, Shelf
+from asymcheck.storage.peers.words import AWAKE, DATA, Line, greet_as_client
 from asymcheck.storage.store import Store, open_store, read_all
 from asymcheck.testing.agents import Agents
 from asymcheck.testing.children import TIMEOUT_S
@@ -98,6 +101,19 @@ def test_packs_lie_where_the_placement_says_and_the_rest_everywhere() -> None:
     assert [names >= {"step-1/a.pack"} for names in held] == [False, False, True, True]
 
 
+def test_a_tier_of_peers_holds_each_pack_on_the_host_of_its_rank_though_rank_0_copies() -> None:
+    with Agents(4) as four:
+        store = open_store(four.url(query="replicas=2&self=0&ranks_per_host=2"))
+        again = open_store(store.url)
+        again.prepare()
+        for rank in range(8):
+            again.write(f"step-00000001/a000001-r{rank:04d}-0000.pack", [b"x"])
+        held = [{name[-14:-10] for name in four.names(which)} for which in range(4)]
+    assert held == [{"0000", "0001", "0002", "0003"}] * 2 + [{"0004", "0005", "0006", "0007"}] * 2
+    with pytest.raises(OptionError, match="ranks_per_host"):
+        open_store("peers://127.0.0.1:1/run?replicas=1&ranks_per_host=-1")
+
+
 def test_an_object_that_was_removed_while_a_host_was_away_stays_removed(agents: Agents) -> None:
     store = open_store(agents.url(query="timeout_s=2"))
     store.prepare()
@@ -132,6 +148,105 @@ def test_a_writer_that_ends_in_the_middle_leaves_nothing(agents: Agents) -> None
     with pytest.raises(KeyboardInterrupt):
         store.write("torn.pack", torn())
     assert list(store.list()) == []
+
+
+# --- a host is replaced -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_a_replaced_host_gets_back_what_its_peer_holds_before_that_one_is_lost(
+    replaced: int,
+) -> None:
+    with Agents(2, replicas=2) as two:
+        saved(two.url(query="timeout_s=5"), steps=3)
+        held = two.names(replaced)
+        two.replace(replaced)
+        two.wait_until_whole(replaced)
+        assert two.names(replaced) == held
+        two.stop(1 - replaced)
+        assert resumed(two.url(query="timeout_s=5"))[:2] == (3, True)
+
+
+def test_what_was_removed_while_a_host_was_lost_does_not_come_back_with_it() -> None:
+    with Agents(3, replicas=2) as three:
+        store = open_store(three.url(query="timeout_s=5"))
+        store.prepare()
+        for name in ("a.pack", "a.json", "b.pack", "b.json"):
+            store.write(name, [b"x" * 5000])
+        three.stop(1)
+        store.delete("a.pack")
+        store.delete("a.json")
+        three.replace(1)
+        for which in range(3):
+            three.wait_until_whole(which)
+        assert [three.names(which) for which in range(3)] == [
+            {"b.pack", "b.json"},
+            {"b.pack", "b.json"},
+            {"b.json"},
+        ]
+
+
+def test_an_agent_gets_no_more_than_it_has_room_for_and_the_newest_checkpoint_first() -> None:
+    shelves = [Shelf(1 << 20), Shelf(1 << 20)]
+    for count, step in enumerate((1, 2, 3)):
+        for what, size in (("r0000-0000.pack", 400_000), ("r0000.json", 20), ("MANIFEST.json", 9)):
+            name = f"run/step-0000000{step}/a000001-{what}"
+            incoming = Incoming(Shelf(1 << 20), name, 0)  # room of another one: 3 do not fit
+            incoming.append(memoryview(bytes(size)))
+            digest = xxhash.xxh3_128_hexdigest(bytes(size))
+            shelves[0].put(incoming.seal(size, digest, (10 * count + len(what), "w")))
+
+    async def healed() -> None:
+        agents = [Agent(Address("127.0.0.1", 0), 1 << 20) for _ in shelves]
+        for agent, shelf in zip(agents, shelves, strict=True):
+            agent.shelf = shelf
+            await agent.start()
+        hosts = tuple(agent.address for agent in agents)
+        healer = agents[1].join(Membership(hosts, 1, 2), look_s=0.01)
+        async with asyncio.timeout(TIMEOUT_S):
+            while healer.missing != 1:
+                await asyncio.sleep(0.01)
+        for agent in agents:
+            await agent.stop()
+
+    asyncio.run(healed())
+    packs = sorted(e.name for e in shelves[1].entries("") if e.name.endswith(".pack"))
+    assert [name.split("/")[1] for name in packs] == ["step-00000002", "step-00000003"]
+    assert shelves[1].used_bytes <= shelves[1].room_bytes
+
+
+def test_agents_and_clients_that_mean_other_hosts_are_told_so() -> None:
+    with Agents(3, replicas=2) as three:
+        with pytest.raises(OptionError, match=r"expected \[hosts, replicas, self\] = \[3, 3, 0\]"):
+            open_store(three.url(query="replicas=3")).prepare()
+        turned = ",".join(map(str, reversed(three.addresses)))
+        with pytest.raises(OptionError, match="the same hosts in the same order"):
+            open_store(f"peers://{turned}/run?replicas=2").prepare()
+        open_store(three.url(query="replicas=2")).prepare()
+
+
+def test_a_claim_that_is_taken_back_does_not_come_again_from_a_host_that_copied_it() -> None:
+    shelf = Shelf(1 << 20)
+    incoming = shelf.begin("run/attempts/000001", 0)
+    incoming.append(memoryview(b"mine"))
+    digest = xxhash.xxh3_128_hexdigest(b"mine")
+    held = incoming.seal(4, digest, (1, "w"))
+    shelf.withdraw(held.entry)  # told before the copy arrived
+    assert not shelf.wants(held.entry)
+    assert not shelf.put(held, only_new=True)
+    assert (shelf.entries(""), shelf.used_bytes) == ([], 0)
+
+
+def test_removals_are_remembered_in_bounded_memory_and_old_ones_come_from_nobody_again() -> None:
+    shelf = Shelf(1 << 20)
+    for count in range(1, 20_000):
+        shelf.remove(Entry(f"n{count}", 0, "", 0, (count, "w"), False))
+    known = shelf.entries("")
+    assert 8192 <= len(known) < 10_000
+    assert max(entry.stamp for entry in known) == (19_999, "w")
+    changes = shelf.changes
+    shelf.remove(Entry("n1", 0, "", 0, (1, "w"), False))  # as another agent tells of it
+    assert (shelf.changes, len(shelf.entries(""))) == (changes, len(known))
 
 
 # --- who may talk to whom -------------------------------------------------------
@@ -223,6 +338,39 @@ def test_the_command_serves_until_it_is_ended() -> None:
         finally:
             agent.terminate()
         assert agent.wait(60) == 0
+
+
+def test_a_client_that_says_that_it_lives_is_not_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bounds: list[float | None] = []
+    plain = asyncio.timeout
+
+    def noted(delay: float | None) -> asyncio.Timeout:
+        bounds.append(delay)
+        return plain(delay)
+
+    class Said:
+        """Three messages of one who lives, then one that says something."""
+
+        def __init__(self) -> None:
+            self.sent: list[bytes] = []
+
+        async def send_bytes(self, data: bytes) -> None:
+            self.sent.append(data)
+
+        async def receive(self) -> aiohttp.WSMessage:
+            return aiohttp.WSMessage(aiohttp.WSMsgType.BINARY, self.sent.pop(0), "")
+
+    async def heard() -> bytes:
+        line = Line(Said(), b"key", b"key")
+        for kind in (AWAKE, AWAKE, AWAKE, DATA):
+            await line.say(kind)
+        monkeypatch.setattr(asyncio, "timeout", noted)
+        return (await line.hear(60.0))[0]
+
+    assert asyncio.run(heard()) == DATA
+    assert bounds == [60.0] * 4  # silence is measured from the latest message
 
 
 # --- hostile messages -----------------------------------------------------------

@@ -9,10 +9,13 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from asymcheck.storage.peers.agent import Agent
+from asymcheck.storage.peers.healing import Healer, Membership
 from asymcheck.storage.peers.secret import Address
 from asymcheck.testing.children import TIMEOUT_S
 
 T = TypeVar("T")
+
+_LOOK_S = 0.02
 
 
 class Agents:
@@ -22,18 +25,26 @@ class Agents:
         count: How many.
         room_bytes: Of each.
         secret: What they all hold.
+        replicas: m, where they know each other and get from the others what they lack;
+            0 where they do not.
     """
 
-    def __init__(self, count: int, room_bytes: int = 1 << 28, secret: bytes = b"") -> None:
+    def __init__(
+        self, count: int, room_bytes: int = 1 << 28, secret: bytes = b"", replicas: int = 0
+    ) -> None:
+        self._replicas = replicas
         self._room_bytes = room_bytes
         self._secret = secret
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.each: list[Agent | None] = []
+        self._healers: dict[int, Healer] = {}
         for _ in range(count):
             self.each.append(self._run(self._started(Address("127.0.0.1", 0))))
         self.addresses = [agent.address for agent in self.each if agent is not None]
+        for which in range(count if replicas else 0):
+            self._run(self._join(which))
 
     def url(self, run: str = "run", query: str = "") -> str:
         """A store over all of them."""
@@ -61,6 +72,18 @@ class Agents:
         """Start an empty one in its place."""
         self.stop(which)
         self.each[which] = self._run(self._started(self.addresses[which]))
+        if self._replicas:
+            self._run(self._join(which))
+
+    def wait_until_whole(self, which: int) -> None:
+        """Wait until one has all that it should hold."""
+
+        async def wait() -> None:
+            healer = self._healers[which]
+            while not healer.is_whole:
+                await asyncio.sleep(_LOOK_S)
+
+        self._run(wait())
 
     def names(self, which: int) -> set[str]:
         """What one holds, without the run in front."""
@@ -86,6 +109,12 @@ class Agents:
         agent = Agent(address, self._room_bytes, self._secret)
         await agent.start()
         return agent
+
+    async def _join(self, which: int) -> None:
+        agent = self.each[which]
+        assert agent is not None, "it was stopped"
+        membership = Membership(tuple(self.addresses), which, self._replicas)
+        self._healers[which] = agent.join(membership, look_s=_LOOK_S)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT_S)

@@ -35,7 +35,9 @@ _LATE = (
     f"{RNG}; buffers that a forward pass changes, such as those of batch normalization: they are "
     "copied behind it, so those of a later step may be saved"
 )
-_IN_MEMORY = "no network yet; its times are until a checkpoint is whole in this host's memory"
+_IN_MEMORY = (
+    "nothing goes to peers; its times are until a checkpoint is whole in this host's memory"
+)
 _ANY = tuple(PARALLELS)
 _SELF_SYNCED = "nothing; the adapter gives every file and folder to fsync"
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from aiohttp import web
 
 from asymcheck.errors import OptionError, StoreError
-from asymcheck.storage.peers.link import PATH, SILENCE_S, dump_entries, parse_entry
-from asymcheck.storage.peers.secret import Address
+from asymcheck.storage.peers.healing import Healed, Healer, Membership
+from asymcheck.storage.peers.link import PATH, SILENCE_S, Link, dump_entries, parse_entry
+from asymcheck.storage.peers.secret import Address, secret_for
 from asymcheck.storage.peers.shelf import (
     Entry,
     Held,
@@ -47,6 +49,11 @@ _GREETING_S = 5.0
 _MOST_OPEN = 1 << 16
 _LISTED_AT_ONCE = 128  # names have at most 1 KiB each
 _MOST_TOLD = 1024
+_PEER_TIMEOUT_S = 10.0
+_PEER_BYTES_PER_S = 1e6  # slower is no failure as long as it is the only copy
+
+HEAL_BYTES_PER_S = 100e6
+"""How fast an agent gets what it lacks from others, if nothing else is said."""
 
 
 class Agent:
@@ -80,6 +87,10 @@ class Agent:
         self._door: _Door | None = None
         self._server: asyncio.Server | None = None
         self._told: OrderedDict[str, None] = OrderedDict()
+        self._born = secrets.token_hex(8)
+        self._membership: Membership | None = None
+        self._healer: Healer | None = None
+        self._healing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to listen.
@@ -108,8 +119,66 @@ class Agent:
         port = self._server.sockets[0].getsockname()[1]
         self.address = Address(self.address.host, port)
 
+    def join(
+        self,
+        membership: Membership,
+        *,
+        most_bytes_per_s: float = HEAL_BYTES_PER_S,
+        look_s: float = 5.0,
+        told: Callable[[Healed], None] = lambda healed: None,
+    ) -> Healer:
+        """Know the other agents from now on, and get from them what this one should hold.
+
+        Args:
+            membership: Who they are, and which one this is.
+            most_bytes_per_s: How fast objects come from them, all in all.
+            look_s: Between two looks at what they have, in seconds.
+            told: Called in the loop when nothing is missing any more.
+
+        Returns:
+            What does it, until ``stop``.
+
+        Raises:
+            OptionError: One of them is not on this host, and there is no secret.
+        """
+        if not self._secret:
+            secret_for(None, list(membership.hosts))
+        links = {
+            i: Link(host, self._secret, _PEER_TIMEOUT_S, _PEER_BYTES_PER_S)
+            for i, host in enumerate(membership.hosts)
+            if i != membership.here
+        }
+        self._membership = membership
+        self._healer = Healer(
+            self.shelf,
+            membership,
+            links,
+            most_bytes_per_s=most_bytes_per_s,
+            look_s=look_s,
+            told=told,
+        )
+        self._healing = asyncio.get_running_loop().create_task(self._healer.run())
+        self._healing.add_done_callback(_say_why_it_ended)
+        return self._healer
+
+    def about(self) -> dict[str, Any]:
+        """What it tells of itself."""
+        return {
+            "free_bytes": self.shelf.free_bytes(),
+            "room_bytes": self.shelf.room_bytes,
+            "used_bytes": self.shelf.used_bytes,
+            "changes": self.shelf.changes,
+            "born": self._born,
+            "member": None if self._membership is None else self._membership.told(),
+            "is_whole": self._healer is None or self._healer.is_whole,
+        }
+
     async def stop(self) -> None:
         """End every connection and let go of everything."""
+        if self._healing is not None and self._healer is not None:
+            self._healing.cancel()
+            await asyncio.gather(self._healing, return_exceptions=True)
+            await self._healer.close()
         if self._server is not None:
             self._server.close()
         if self._door is not None:
@@ -132,7 +201,7 @@ class Agent:
             if isinstance(failure, NotTrusted):
                 self._tell_once(who)
         else:
-            await _Conversation(self.shelf, line).hold(who)
+            await _Conversation(self.shelf, line, self.about).hold(who)
         await channel.close()
         return channel
 
@@ -142,6 +211,11 @@ class Agent:
             _log.warning("refused %s: it does not hold the secret", who)
         while len(self._told) > _MOST_TOLD:
             self._told.popitem(last=False)
+
+
+def _say_why_it_ended(healing: asyncio.Task[None]) -> None:
+    if not healing.cancelled() and healing.exception() is not None:
+        _log.error("nothing comes from other agents any more", exc_info=healing.exception())
 
 
 class _Door:
@@ -193,8 +267,9 @@ class _HangUp(asyncio.Protocol):
 class _Conversation:
     """What one client asks, one thing after the other."""
 
-    def __init__(self, shelf: Shelf, line: Line) -> None:
+    def __init__(self, shelf: Shelf, line: Line, about: Callable[[], dict[str, Any]]) -> None:
         self._shelf = shelf
+        self._about = about
         self._line = line
         self._open: dict[int, Held] = {}
         self._opened = 0
@@ -215,12 +290,8 @@ class _Conversation:
             if self._incoming is not None:
                 self._incoming.drop()
 
-    async def _hear(self) -> tuple[bytes, memoryview]:
-        async with asyncio.timeout(SILENCE_S):
-            return await self._line.hear()
-
     async def _hear_words(self) -> dict[str, Any]:
-        kind, content = await self._hear()
+        kind, content = await self._line.hear(SILENCE_S)
         if kind != WORDS:
             raise LineLost(f"a message of kind {kind!r}, expected a request")
         return parse_words(content)
@@ -256,12 +327,7 @@ class _Conversation:
             case {"op": "sweep", "prefix": str(prefix)}:
                 await self._tell(broken=self._shelf.sweep(prefix))
             case {"op": "info"}:
-                await self._tell(
-                    free_bytes=self._shelf.free_bytes(),
-                    room_bytes=self._shelf.room_bytes,
-                    used_bytes=self._shelf.used_bytes,
-                    changes=self._shelf.changes,
-                )
+                await self._tell(**self._about())
             case _:
                 raise LineLost("a request that is not known")
 
@@ -276,7 +342,7 @@ class _Conversation:
         await self._tell()
         refused = ""
         while True:
-            kind, content = await self._hear()
+            kind, content = await self._line.hear(SILENCE_S)
             if kind == WORDS:
                 break
             if kind != DATA:

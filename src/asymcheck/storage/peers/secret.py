@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,3 +99,16 @@ def secret_for(path: str | None, addresses: list[Address]) -> bytes:
                 f"read and write checkpoints: give secret_file, the same secret on every host"
             )
     return b""
+
+
+def found_here(hosts: list[Address]) -> int | None:
+    """Which is the first that is an address of this machine: a socket can be bound to it."""
+    for i, address in enumerate(hosts):
+        with suppress(OSError):
+            for family, kind, proto, _, where in socket.getaddrinfo(
+                address.host, 0, type=socket.SOCK_STREAM
+            ):
+                with suppress(OSError), socket.socket(family, kind, proto) as trial:
+                    trial.bind(where)
+                    return i
+    return None

@@ -20,6 +20,7 @@ from asymcheck.storage.store import check_name
 _SEGMENT_BYTES = 1 << 24
 _SMALL_BYTES = 1 << 18
 _MOST_REMOVED = 8192
+_MOST_WITHDRAWN = 1024
 _NAME_BYTES = 1024
 
 Stamp = tuple[int, str]
@@ -176,7 +177,9 @@ class Shelf:
         self.incoming: set[Incoming] = set()
         self._kept_bytes = min(room_bytes // 16, 64 << 20)
         self._held: dict[str, Held] = {}
-        self._removed: OrderedDict[str, Entry] = OrderedDict()
+        self._removed: dict[str, Entry] = {}
+        self._forgotten: Stamp = (0, "")
+        self._withdrawn: OrderedDict[tuple[str, Stamp], None] = OrderedDict()
 
     def free_bytes(self, *, is_small: bool = False) -> int:
         """Room left, for packs or for small objects."""
@@ -205,7 +208,9 @@ class Shelf:
         self._see(stamp)
         there = self._held.get(name)
         known = self.known(name)
-        if only_new and there is not None:
+        if (name, stamp) in self._withdrawn:
+            stands = False
+        elif only_new and there is not None:
             stands = there.entry.stamp == stamp
         else:
             stands = known is None or known.stamp < stamp
@@ -223,18 +228,42 @@ class Shelf:
         known = self.known(entry.name)
         if known is not None and known.stamp >= entry.stamp:
             return
+        is_remembered = entry.stamp > self._forgotten
+        if known is None and not is_remembered:
+            return
         self._forget(entry.name)
-        self._removed[entry.name] = entry
-        while len(self._removed) > _MOST_REMOVED:
-            self._removed.popitem(last=False)
+        if is_remembered:
+            self._removed[entry.name] = entry
+            self._forget_removals()
         self.changes += 1
 
+    def _forget_removals(self) -> None:
+        """The oldest of too many; what is older than they comes from nobody any more, so agents
+        that tell each other of removals come to an end.
+        """
+        if len(self._removed) > _MOST_REMOVED + _MOST_REMOVED // 8:
+            by_age = sorted(self._removed.values(), key=lambda entry: entry.stamp)
+            self._forgotten = by_age[-_MOST_REMOVED - 1].stamp
+            self._removed = {entry.name: entry for entry in by_age[-_MOST_REMOVED:]}
+
     def withdraw(self, entry: Entry) -> None:
-        """Let go of this very version, as if it had never been."""
+        """Let go of this very version, as if it had never been, and do not take it any more."""
+        self._withdrawn[entry.name, entry.stamp] = None
+        while len(self._withdrawn) > _MOST_WITHDRAWN:
+            self._withdrawn.popitem(last=False)
         held = self._held.get(entry.name)
         if held is not None and held.entry == entry:
             self._forget(entry.name)
             self.changes += 1
+
+    def wants(self, entry: Entry, but: Incoming | None = None) -> bool:
+        """Whether what somebody else has is newer, and not on its way here (``but`` for one)."""
+        known = self.known(entry.name)
+        return (
+            (known is None or known.stamp < entry.stamp)
+            and (entry.name, entry.stamp) not in self._withdrawn
+            and not any(i.name == entry.name and i is not but for i in self.incoming)
+        )
 
     def known(self, name: str) -> Entry | None:
         """What is known of a name."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import socket
 import threading
 import weakref
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
@@ -18,7 +17,7 @@ import xxhash
 from asymcheck.errors import ObjectNotFound, OptionError, StoreError, nearest
 from asymcheck.planning.replicas import place_replicas
 from asymcheck.storage.peers.link import Link
-from asymcheck.storage.peers.secret import Address, parse_address, secret_for
+from asymcheck.storage.peers.secret import Address, found_here, parse_address, secret_for
 from asymcheck.storage.peers.swarm import Copies, Swarm, Uploads
 from asymcheck.storage.peers.words import FRAME_BYTES
 from asymcheck.storage.store import Buffer, Capabilities, Entry, Readable, check_name
@@ -32,7 +31,7 @@ T = TypeVar("T")
 class PeerStore:
     """Objects in the memory of several hosts, on each of which an agent runs.
 
-    A pack is held by ``replicas`` hosts, the writer's own first; all other objects, which are
+    A pack is held by ``replicas`` hosts, its own one first; all other objects, which are
     small, by every host. A write has succeeded when all agents took it that are well, at
     least one. An agent that fails or is too slow is set aside: it is not waited for again
     until it answers a probe. Reading asks the nearest agent that has the newest version.
@@ -47,6 +46,8 @@ class PeerStore:
         replicas: m, on how many hosts a pack is held, the own one counted.
         here: Which of ``hosts`` is this one; found out where it is ``None``: the first whose
             address is this machine's. A process on none of them writes to hosts by name.
+        ranks_per_host: How many consecutive ranks run on each host, the first ones on the first:
+            then a pack is its rank's host's, whoever writes it. 0: its writer's host's.
         secret_file: A file with what all agents and clients know; needed beyond loopback.
         timeout_s: Bound for one operation of one agent.
         slowest_bytes_per_s: An agent that moves bytes more slowly has failed.
@@ -62,6 +63,7 @@ class PeerStore:
         *,
         replicas: int = 2,
         here: int | None = None,
+        ranks_per_host: int = 0,
         secret_file: str | None = None,
         timeout_s: float = 10.0,
         slowest_bytes_per_s: float = 10e6,
@@ -69,10 +71,13 @@ class PeerStore:
         self._hosts = list(hosts)
         _check(self._hosts, run, here, timeout_s, slowest_bytes_per_s)
         place_replicas(len(self._hosts), replicas)
+        if ranks_per_host < 0:
+            raise OptionError(f"ranks_per_host: expected 0 or more, found {ranks_per_host}")
+        self._ranks_per_host = ranks_per_host
         self._run = run
         self._replicas = replicas
         self._given = here
-        self._here = here if here is not None else _found_here(self._hosts)
+        self._here = here if here is not None else found_here(self._hosts)
         self._secret_file = secret_file
         self._secret = secret_for(secret_file, self._hosts)
         self._timeout_s = timeout_s
@@ -91,6 +96,8 @@ class PeerStore:
         said: dict[str, object] = {"replicas": self._replicas}
         if self._given is not None:
             said["self"] = self._given
+        if self._ranks_per_host:
+            said["ranks_per_host"] = self._ranks_per_host
         if self._secret_file is not None:
             said["secret_file"] = self._secret_file
         said["timeout_s"] = self._timeout_s
@@ -105,8 +112,16 @@ class PeerStore:
 
         Raises:
             StoreError: No agent can be reached, or all refuse.
+            OptionError: An agent knows its peers, and means others than this store.
         """
-        self._info()
+        for host, said in self._info().items():
+            expected, found = [len(self._hosts), self._replicas, host], said.get("member")
+            if found is not None and found != expected:
+                raise OptionError(
+                    f"{self._hosts[host]}: its agent was started with other --peers, --self or "
+                    f"--replicas than this URL says: expected [hosts, replicas, self] = "
+                    f"{expected}, found {found}: name the same hosts in the same order"
+                )
 
     def write(self, name: str, parts: Iterable[Buffer]) -> int:
         """See ``Store``."""
@@ -169,13 +184,15 @@ class PeerStore:
     def free_bytes(self) -> int | None:
         """Room left for packs of this host, with the holder that has the least."""
         told = self._info(self._here)
-        return min(int(said["free_bytes"]) for said in told)
+        return min(int(said["free_bytes"]) for said in told.values())
 
-    def _info(self, home: int | None = None) -> Sequence[dict[str, Any]]:
+    def _info(self, home: int | None = None) -> dict[int, dict[str, Any]]:
+        """What agents say of themselves, by host: all, or those that hold packs of one host."""
         driver = self._driven()
         swarm = driver.swarm
         links = swarm.links if home is None else swarm.holders_of("any.pack", home)
-        return [said for _, said in driver.run(swarm.each(links, lambda link: link.ask("info")))]
+        told = driver.run(swarm.each(links, lambda link: link.ask("info")))
+        return {swarm.links.index(link): said for link, said in told}
 
     def _full(self, name: str) -> str:
         return f"{self._run}/{check_name(name)}"
@@ -194,7 +211,8 @@ class PeerStore:
             Link(address, self._secret, self._timeout_s, self._slowest_bytes_per_s)
             for address in self._hosts
         ]
-        return Swarm(links, self._replicas, self._here, secrets.token_hex(8))
+        writer = secrets.token_hex(8)
+        return Swarm(links, self._replicas, self._here, writer, self._ranks_per_host)
 
 
 class _Driver:
@@ -306,19 +324,6 @@ def _check(
         raise OptionError(f"slowest_bytes_per_s: expected more than 0, found {slowest}")
 
 
-def _found_here(hosts: list[Address]) -> int | None:
-    """The first that is an address of this machine: a socket can be bound to it."""
-    for i, address in enumerate(hosts):
-        with suppress(OSError):
-            for family, kind, proto, _, where in socket.getaddrinfo(
-                address.host, 0, type=socket.SOCK_STREAM
-            ):
-                with suppress(OSError), socket.socket(family, kind, proto) as trial:
-                    trial.bind(where)
-                    return i
-    return None
-
-
 def open_peers(target: str, options: dict[str, str]) -> PeerStore:
     """Factory of ``peers://HOST:PORT,HOST:PORT/RUN?replicas=2&secret_file=PATH``.
 
@@ -328,6 +333,7 @@ def open_peers(target: str, options: dict[str, str]) -> PeerStore:
     kinds: dict[str, tuple[str, type]] = {
         "replicas": ("replicas", int),
         "self": ("here", int),
+        "ranks_per_host": ("ranks_per_host", int),
         "secret_file": ("secret_file", str),
         "timeout_s": ("timeout_s", float),
         "slowest_bytes_per_s": ("slowest_bytes_per_s", float),

@@ -10,6 +10,7 @@ All of it runs in one event loop.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
@@ -23,6 +24,8 @@ from asymcheck.storage.peers.words import LineLost
 
 T = TypeVar("T")
 
+_RANK = re.compile(r"-r([0-9]{4})-[0-9]{4,6}\.pack\Z")
+
 
 class Swarm:
     """The agents of a store.
@@ -32,19 +35,32 @@ class Swarm:
         replicas: How many hold a pack.
         here: Which of them is on this host, ``None`` for none.
         writer: Tells the stamps of this process from those of others.
+        ranks_per_host: Where the host of a pack is told by the rank in its name; 0 where it is
+            the host of whoever writes it.
     """
 
-    def __init__(self, links: list[Link], replicas: int, here: int | None, writer: str) -> None:
+    def __init__(
+        self,
+        links: list[Link],
+        replicas: int,
+        here: int | None,
+        writer: str,
+        ranks_per_host: int = 0,
+    ) -> None:
         self.links = links
         self.here = here
         self._placed = place_replicas(len(links), replicas)
         self._writer = writer
+        self._ranks_per_host = ranks_per_host
         self._count = 0
 
     # --- who ----------------------------------------------------------------
 
     def home_of(self, name: str) -> int:
         """The host whose state an object is that this process writes."""
+        of_rank = _RANK.search(name) if self._ranks_per_host else None
+        if of_rank is not None:
+            return int(of_rank[1]) // self._ranks_per_host % len(self.links)
         if self.here is not None:
             return self.here
         return int(xxhash.xxh3_64_intdigest(name.encode()) % len(self.links))
@@ -155,9 +171,9 @@ class Swarm:
 
     # --- changing -----------------------------------------------------------
 
-    def stamp(self, links: Iterable[Link]) -> Stamp:
-        """Newer than all that these agents have just told of, and used once."""
-        self._count = max(self._count, *(link.clock for link in links)) + 1
+    def stamp(self) -> Stamp:
+        """Newer than all that any agent has told of, and used once."""
+        self._count = max(self._count, *(link.clock for link in self.links)) + 1
         return self._count, self._writer
 
     async def uploads(self, name: str) -> Uploads:
@@ -182,9 +198,7 @@ class Swarm:
             return False
         home = self.home_of(name)
         holders = self.holders_of(name, home)
-        entry = Entry(
-            name, len(data), xxhash.xxh3_128_hexdigest(data), home, self.stamp(holders), True
-        )
+        entry = Entry(name, len(data), xxhash.xxh3_128_hexdigest(data), home, self.stamp(), True)
         taken: list[Link] = []
         for link in [h for h in holders if h.aside is None] or holders:
             try:
@@ -192,7 +206,7 @@ class Swarm:
             except PeerFailed:
                 continue
             if not stands:
-                await self._undo(entry, taken)
+                await self._undo(entry, holders, taken)
                 return False
             taken.append(link)
         if not taken:
@@ -207,15 +221,16 @@ class Swarm:
         finally:
             upload.abort()
 
-    async def _undo(self, entry: Entry, links: list[Link]) -> None:
-        if links:
-            # Not a removal: that would be newer than what the other writer creates.
-            await self.each(links, lambda link: link.ask("withdraw", entry=entry))
+    async def _undo(self, entry: Entry, holders: list[Link], taken: list[Link]) -> None:
+        if taken:
+            # Not a removal: that would be newer than what the other writer creates. All are told:
+            # one may have healed itself from those that took it.
+            await self.each(holders, lambda link: link.ask("withdraw", entry=entry))
 
     async def delete(self, name: str) -> None:
         """Remove an object with everybody."""
         await self.each(self.links, lambda link: link.ask("info"))  # for their clocks
-        gone = Entry(name, 0, "", self.home_of(name), self.stamp(self.links), False)
+        gone = Entry(name, 0, "", self.home_of(name), self.stamp(), False)
         await self.each(self.links, lambda link: link.ask("delete", entry=gone))
 
     async def close(self) -> None:
@@ -242,7 +257,7 @@ class Uploads:
 
     async def finish(self, nbytes: int, digest: str) -> None:
         """Say to all that it is whole. Raises as ``feed``."""
-        stamp = self._swarm.stamp(upload.link for upload in self._each)
+        stamp = self._swarm.stamp()
         await self._of_each(lambda upload: upload.finish(nbytes, digest, stamp))
 
     async def _of_each(self, work: Callable[[Upload], Awaitable[object]]) -> None:

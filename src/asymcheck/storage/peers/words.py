@@ -10,6 +10,7 @@ A message is its kind (one byte), its content and 32 bytes of MAC.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import secrets
@@ -99,14 +100,19 @@ class Line:
         """Send an object. Raises as ``say``."""
         await self.say(WORDS, json.dumps(values).encode())
 
-    async def hear(self) -> tuple[bytes, memoryview]:
+    async def hear(self, silence_s: float | None = None) -> tuple[bytes, memoryview]:
         """The next message's kind and content; waits.
+
+        Args:
+            silence_s: How long the other end may say nothing at all.
 
         Raises:
             LineLost: There is none, or it is not what the other end said next.
+            TimeoutError: It was silent for longer.
         """
         while True:
-            data = memoryview(await _raw(self.channel, MAX_MESSAGE_BYTES))
+            async with asyncio.timeout(silence_s):
+                data = memoryview(await _raw(self.channel, MAX_MESSAGE_BYTES))
             kind, content, found = bytes(data[:1]), data[1:-_MAC_BYTES], data[-_MAC_BYTES:]
             if len(data) <= _MAC_BYTES:
                 raise LineLost("a message without a MAC")
