@@ -16,16 +16,12 @@ from asymcheck.planning.strategies import strategies
 from asymcheck.testing.children import Child, Say
 from asymcheck_lab.bench import append_record, describe_session
 from asymcheck_lab.chaos_case import run_case
+from asymcheck_lab.chaos_network import Network
+from asymcheck_lab.chaos_places import OVER_A_LINK, unavailable
 from asymcheck_lab.chaos_stage import FAULTS, MOMENTS, Case, Disk, Verdict
 from asymcheck_lab.errors import RunError, UsageError
 from asymcheck_lab.rundir import scratch_folder
 
-NOT_HERE: Mapping[str, str] = {
-    "peer killed": "tried on hosts in network namespaces instead: tests/extra/test_peer_hosts.py",
-}
-"""Failures of the matrix that cannot be tried, and why."""
-
-ALL_FAULTS = (*FAULTS, *NOT_HERE)
 DEFAULT = "asymcheck"
 SCHEMA = 1
 _CASE_LIMIT_S = 300.0
@@ -36,7 +32,7 @@ class ChaosOptions:
     """What to try.
 
     Attributes:
-        faults: Names out of ``ALL_FAULTS``; empty for all.
+        faults: Names out of ``FAULTS``; empty for all.
         strategies: Names of strategies; empty for all.
         moments: Names out of ``MOMENTS``; empty for all.
         quick: Each failure at each moment under the default strategy, and once more under another,
@@ -56,7 +52,7 @@ class ChaosOptions:
 
     def __post_init__(self) -> None:
         for name, known in (
-            ("faults", ALL_FAULTS),
+            ("faults", FAULTS),
             ("strategies", tuple(strategies)),
             ("moments", MOMENTS),
         ):
@@ -84,7 +80,7 @@ class ChaosOptions:
 
 def cases_of(options: ChaosOptions) -> list[Case]:
     """The cases, those that cannot be run here among them."""
-    faults = options.faults or ALL_FAULTS
+    faults = options.faults or FAULTS
     moments = options.moments or MOMENTS
     names = options.strategies or tuple(strategies)
     if not options.quick:
@@ -115,8 +111,9 @@ def run_chaos(
         session = describe_session(options.command, top, tuple(os.sched_getaffinity(0)), SCHEMA)
         cases = cases_of(options)
         records = []
+        missing = unavailable()
         load_once()
-        for case, outcome in _outcomes(cases, options.jobs, top):
+        for case, outcome in _outcomes(cases, options.jobs, top, missing):
             record = {**session, **asdict(case), **outcome}
             append_record(options.results, record)
             records.append(record)
@@ -139,13 +136,13 @@ def spoken(record: Mapping[str, Any]) -> str:
 
 
 def _outcomes(
-    cases: Sequence[Case], jobs: int, top: Path
+    cases: Sequence[Case], jobs: int, top: Path, missing: Mapping[str, str]
 ) -> Iterator[tuple[Case, Mapping[str, Any]]]:
     """Each case with what became of it, in the order in which they end."""
-    runnable = [case for case in cases if case.fault not in NOT_HERE]
+    runnable = [case for case in cases if case.fault not in missing]
     for case in cases:
-        if case.fault in NOT_HERE:
-            yield case, {"not_run": NOT_HERE[case.fault]}
+        if case.fault in missing:
+            yield case, {"not_run": missing[case.fault]}
     shares = [share for n in range(jobs) if (share := runnable[n::jobs])]
     workers = [
         Child(lambda say, share=share, n=n: _work(say, share, top / f"job-{n}"))  # type: ignore[misc]
@@ -178,11 +175,14 @@ def _outcomes(
 def _work(say: Say, share: Sequence[Case], folder: Path) -> None:
     """One job: its cases one after the other, in a process of its own."""
     disk = Disk(folder / "disk")
+    network = Network() if any(case.fault in OVER_A_LINK for case in share) else None
     try:
         for number, case in enumerate(share):
-            say(run_case(case, folder / str(number), disk).as_json())
+            say(run_case(case, folder / str(number), disk, network).as_json())
     finally:
         disk.close()
+        if network is not None:
+            network.close()
     say("over")
 
 

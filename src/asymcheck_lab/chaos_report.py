@@ -82,12 +82,11 @@ def strategies_of(records: Sequence[Record]) -> list[Group]:
 
 
 def _place(record: Record) -> tuple[int, int]:
-    from asymcheck_lab.chaos import ALL_FAULTS
-    from asymcheck_lab.chaos_stage import MOMENTS
+    from asymcheck_lab.chaos_stage import FAULTS, MOMENTS
 
     fault, moment = record["fault"], record["moment"]
     return (
-        ALL_FAULTS.index(fault) if fault in ALL_FAULTS else len(ALL_FAULTS),
+        FAULTS.index(fault) if fault in FAULTS else len(FAULTS),
         MOMENTS.index(moment) if moment in MOMENTS else len(MOMENTS),
     )
 

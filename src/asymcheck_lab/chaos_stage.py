@@ -28,6 +28,16 @@ from asymcheck.storage.repository import create_repository
 from asymcheck.storage.store import open_store
 from asymcheck.testing.children import Child, Outcome, Say
 from asymcheck_lab.chaos_job import TARGET, WAIT_S, jump_the_clock, train
+from asymcheck_lab.chaos_network import Network
+from asymcheck_lab.chaos_places import (
+    AMONG_PEERS,
+    OVER_A_LINK,
+    FarStore,
+    HomeAndTier,
+    Peers,
+    Places,
+    Where,
+)
 from asymcheck_lab.errors import RunError
 from asymcheck_lab.killer import is_stopped
 
@@ -41,6 +51,10 @@ FAULTS = (
     "store outage",
     "clock jump",
     "network partition",
+    "host killed (tier)",
+    "host killed (peers)",
+    "peer killed",
+    "network partition (link)",
 )
 MOMENTS = ("forward", "capture", "persist", "commit", "restore")
 
@@ -72,7 +86,8 @@ class Verdict:
 
     Attributes:
         training: How the training took it: ``killed``, ``went on``, or its error.
-        tier: Where the checkpoint came from that the next start restored.
+        tier: Where the checkpoint came from that the next start restored: ``root``, ``shared
+            memory``, ``tier``, ``peer``.
         resumed_from: Its step.
         steps_lost: Steps that had been done and had to be done again.
         seconds: From the start of the library in the new process until the state was back.
@@ -140,16 +155,34 @@ class Disk:
             subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
 
 
+def places_of(fault: str, folder: Path, disk: Disk, network: Network | None) -> Places:
+    """Where the checkpoints of a case lie.
+
+    Args:
+        fault: What fails.
+        folder: Of the case.
+        disk: What can be filled.
+        network: Needed where a link is cut.
+    """
+    if fault == "host killed (tier)":
+        return HomeAndTier(folder / "root")
+    if fault in AMONG_PEERS:
+        return Peers(folder / "root")
+    if fault in OVER_A_LINK:
+        assert network is not None, "the job has one where such a case is among its own"
+        return FarStore(folder / "root", network)
+    on_disk = fault == "disk full" and not disk.refused
+    return Places((disk.folder if on_disk else folder) / "root")
+
+
 class Stage:
     """A case while it runs."""
 
-    def __init__(self, case: Case, folder: Path, disk: Disk) -> None:
-        self.case, self.folder, self.disk = case, folder, disk
+    def __init__(self, case: Case, folder: Path, disk: Disk, network: Network | None) -> None:
+        self.case, self.folder, self.disk, self.network = case, folder, disk, network
         self.verdict = Verdict()
-        self.on_disk = case.fault == "disk full" and not disk.refused
-        self.root = (disk.folder if self.on_disk else folder) / "root"
-        self.away = folder / "away"
-        self.run = create_repository(open_store(str(self.root))).run
+        self.places = places_of(case.fault, folder, disk, network)
+        self.run = create_repository(open_store(self.places.home)).run
         self.pids: list[int] = []
         self.children: list[Child] = []
         self.done = 0
@@ -158,21 +191,22 @@ class Stage:
         self.is_lossy = False  # a start went on from a lossy state: it trains another training
         self.gone: set[CheckpointId] = set()
         self.at_strike: set[int] = set()
+        self.memory_is_lost = False
         self.done_at_strike = 0
 
     # --- children ----------------------------------------------------------------
 
-    def url(self, *, stops: bool, fails: bool = False) -> str:
-        """The root, through a store that is slow, stops at the moment, or fails."""
-        url = f"file://{self.root}"
+    def where(self, *, stops: bool = False, fails: bool = False) -> Where:
+        """The places; the root through a store that is slow, stops at the moment, or fails."""
+        home = self.places.home
         if self.case.fault == "slow disk":
-            return f"throttled+{url}?{urlencode(_SLOW)}"
-        if stops:
-            return f"faulty+{url}?{urlencode({**_STOPS[self.case.moment], 'do': 'stop'})}"
-        if fails:
+            home = f"throttled+{home}?{urlencode(_SLOW)}"
+        elif stops:
+            home = f"faulty+{home}?{urlencode({**_STOPS[self.case.moment], 'do': 'stop'})}"
+        elif fails:
             fault = {"op": "write", "name": f"{step_folder(TARGET)}*", "do": "ENOSPC", "times": 0}
-            return f"faulty+{url}?{urlencode(fault)}"
-        return url
+            home = f"faulty+{home}?{urlencode(fault)}"
+        return Where(home, self.places.tiers)
 
     def fork(self, work: Callable[[Say], object]) -> Child:
         """A child whose end is made sure of."""
@@ -191,8 +225,8 @@ class Stage:
         case = self.case
         stops = case.moment in ("persist", "commit")
         fails = case.fault == "disk full" and bool(self.disk.refused)
-        url = self.url(stops=stops and not fails, fails=fails)
-        child = self.fork(lambda say: train(say, url, case.strategy, case.moment, self.folder))
+        where = self.where(stops=stops and not fails, fails=fails)
+        child = self.fork(lambda say: train(say, where, case.strategy, case.moment, self.folder))
         self.pids.append(child.hear()[1])
         if stops and not fails:
             self._hear_until(child, None, self.persister_stopped)
@@ -211,14 +245,15 @@ class Stage:
         return is_stopped(pid)
 
     def _is_at_the_moment(self) -> bool:
-        names = {path.name for path in (self.root / step_folder(TARGET)).glob("*")}
+        root = self.places.root
+        names = {path.name for path in (root / step_folder(TARGET)).glob("*")}
         if self.case.moment == "commit":
             return any(n.endswith("-r0000.json") for n in names) and not _has_manifest(names)
-        before = {path.name for path in (self.root / step_folder(TARGET - 1)).glob("*")}
+        before = {path.name for path in (root / step_folder(TARGET - 1)).glob("*")}
         return (
             (_has_manifest(before) or not before)
             and TARGET in self.sealed()
-            and any((self.root / ".tmp").glob("*"))
+            and bool(self.places.temporary)
         )
 
     def restore_stopped(self, pid: int) -> bool:
@@ -306,8 +341,8 @@ class Stage:
     # --- what is there -----------------------------------------------------------
 
     def committed(self) -> set[CheckpointId]:
-        """What is listed; empty where the store is away."""
-        found = create_repository(open_store(str(self.root)))
+        """What is listed where the host's end leaves it."""
+        found = create_repository(open_store(self.places.safe))
         return set(found.survey().committed)
 
     def sealed(self) -> set[int]:
@@ -331,10 +366,7 @@ class Stage:
     def heal(self) -> None:
         """Mend what can be mended."""
         (self.disk.folder / "filler").unlink(missing_ok=True)
-        if self.away.exists():
-            with suppress(FileNotFoundError):
-                self.root.unlink()
-            self.away.rename(self.root)
+        self.places.heal()
 
     def kill(self, *pids: int) -> None:
         """SIGKILL, and wait until they are gone."""
@@ -359,9 +391,9 @@ class Stage:
         for pid in self.pids:
             if "asymcheck.persist" in _command_of(pid):
                 send(pid, signal.SIGKILL)
-        self.heal()
+        (self.disk.folder / "filler").unlink(missing_ok=True)
         self.remove_slots()
-        shutil.rmtree(self.root, ignore_errors=True)
+        self.places.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
