@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 _SLACK_S = 2.0
 _CONNECT_S = 5.0
+_NAMES_S = 30.0
+"""Torch asks the name server for the name of each address it connects to: where answers get lost
+that takes 5 s a try, whoever is at the other end."""
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR
 
 
@@ -39,7 +42,7 @@ class RankStore:
 
     Args:
         group: The process group, ``None`` for the default one.
-        timeout_s: How long a connection may take.
+        timeout_s: How long a connection may take; at least what name servers may need.
 
     Raises:
         RankFailed: Rank 0 could not make the store, or it cannot be reached.
@@ -61,10 +64,22 @@ class RankStore:
         Raises:
             RankFailed: The store, and with it rank 0, does not answer.
         """
+        return self.end(self.begin(work, what), what, timeout_s)
+
+    def begin(self, work: Callable[[Store], T], what: str) -> Future[T]:
+        """Have a call made behind the caller; does not block. Calls are made in their order.
+
+        Raises:
+            RankFailed: Words between ranks have ended.
+        """
         if not self._open:
             raise RankFailed((0,), f"{what}: words between ranks, which rank 0 holds, have ended")
         done: Future[T] = Future()
         self._calls.put((work, done))
+        return done
+
+    def end(self, done: Future[T], what: str, timeout_s: float) -> T:
+        """What a call that was begun has found; blocks and raises as ``call``."""
         try:
             return done.result(timeout_s + _SLACK_S)
         except TimeoutError:
@@ -96,7 +111,7 @@ def _open_store(group: dist.ProcessGroup | None, rank: int, timeout_s: float) ->
     """Make the store on rank 0 and connect to it from the others."""
     from torch.distributed.distributed_c10d import PrefixStore
 
-    limit = timedelta(seconds=max(1.0, timeout_s))
+    limit = timedelta(seconds=max(_NAMES_S, timeout_s))
     told: list[dict[str, Any] | None] = [None]
     store: Store | None = None
     failure: Exception | None = None

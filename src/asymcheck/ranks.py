@@ -12,6 +12,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
@@ -27,12 +28,14 @@ if TYPE_CHECKING:  # not every build of torch has it
 
 T = TypeVar("T")
 
-AHEAD_STEPS = 2
+AHEAD_STEPS = 3
 """How far ahead something is announced. Ranks whose updates depend on each other are never more
-than one step apart; one step more is for those that look before they update."""
+than one step apart; one step more is for those that look before they update, and one because
+what is asked for in one look is heard in the next."""
 
 _SHORT_POLL_S, _LONG_POLL_S = 0.0005, 0.02
 _LAST_WORDS_S = 5.0
+_LOOKING = "looking for words"
 
 What = Literal["save", "leave", "raise", "check", "drop"]
 
@@ -105,7 +108,8 @@ class Ranks(Protocol):
         ...
 
     def look(self, step: int) -> Sequence[Announcement]:
-        """What is due now, told once; one short word with the store, once a step.
+        """What is due now, told once; one short word with the store, once a step, which is on its
+        way while the step runs.
 
         Raises:
             RankFailed: Rank 0 is gone.
@@ -174,6 +178,7 @@ class Together:
         self._announced = 0
         self._waiting: list[Announcement] = []
         self._latest_step = -1
+        self._news: Future[list[Any]] | None = None
         self._processes: list[ProcessId | None] = [None] * self.world
         me = ProcessId.of(os.getpid())
         told = self.exchange("start", [host(), me.pid, me.start])
@@ -317,30 +322,38 @@ class Together:
 
     def look(self, step: int) -> Sequence[Announcement]:
         """See ``Ranks``."""
-        due = [a for a in self._waiting if a.step <= step]
-        if not due:
+        # Where all raise now rank 0 may have ended already. Nothing else is as urgent.
+        if not any(a.what == "raise" and a.step <= step for a in self._waiting):
             self._hear(step)
-            due = [a for a in self._waiting if a.step <= step]
+        due = [a for a in self._waiting if a.step <= step]
         self._latest_step = step  # a restore may have gone back
         self._waiting = [a for a in self._waiting if a not in due]
         return due
 
     def _hear(self, step: int) -> None:
-        if self.rank == 0:
-            asks = self._line.call(self._new_asks, "looking for words", self._timeout_s)
-            for rank, what, why in asks:
+        """Take what was asked for in the look before, and ask again for the next one."""
+        if self._news is not None:
+            self._take(step, self._line.end(self._news, _LOOKING, self._timeout_s))
+        asked = self._new_asks if self.rank == 0 else self._new_announcements
+        if step != self._latest_step + 1:  # steps were left out, and what is due among them
+            self._take(step, self._line.call(asked, _LOOKING, self._timeout_s))
+        self._news = self._line.begin(asked, _LOOKING)
+
+    def _take(self, step: int, news: list[Any]) -> None:
+        for found in news:
+            if self.rank == 0:
+                rank, what, why = found
                 self._announce(Announcement(what, step + AHEAD_STEPS, rank, why))
-            return
-        for found in self._line.call(self._new_announcements, "looking for words", self._timeout_s):
-            if found.step > self._latest_step or found.what in ("raise", "drop"):
+            elif found.step > self._latest_step or found.what in ("raise", "drop"):
                 self._waiting.append(found)
-                continue
-            self.ask(
-                "raise",
-                step,
-                f"rank {self.rank} had passed step {self._latest_step} when it heard of what all "
-                f"ranks do at step {found.step}: they may be {AHEAD_STEPS} calls of step() apart",
-            )
+            else:
+                self.ask(
+                    "raise",
+                    step,
+                    f"rank {self.rank} had passed step {self._latest_step} when it heard of what "
+                    f"all ranks do at step {found.step}: they may be {AHEAD_STEPS} calls of "
+                    f"step() apart",
+                )
 
     def _announce(self, found: Announcement) -> None:
         if found.what != "drop" and any(found.what == a.what for a in self._waiting):

@@ -237,7 +237,7 @@ def test_what_one_rank_asks_for_is_seen_by_all_at_the_same_step(world, asker) ->
     assert [s == said[0] for s in said] == [True] * world
     (((step, what, rank, why),),) = said[0]
     assert (what, rank, why) == ("save", asker, "its cadence")
-    assert 5 + AHEAD_STEPS <= step <= 6 + AHEAD_STEPS
+    assert 5 + AHEAD_STEPS <= step <= 7 + AHEAD_STEPS
 
 
 def test_askers_at_the_same_time_are_heard_once_for_each_wish() -> None:
@@ -258,6 +258,35 @@ def test_askers_at_the_same_time_are_heard_once_for_each_wish() -> None:
     assert sorted(rank for _, what, rank, _ in due if what == "drop") == [0, 1, 2, 3]
 
 
+def test_what_was_half_announced_at_a_look_is_due_at_the_same_step() -> None:
+    def work(rank, say):
+        ranks = Together(None, TIMEOUT_S)
+        due = []
+
+        def turn(asks, looks, step):
+            for what in asks if rank == 0 else ():
+                ranks.ask(what, step, what)
+            dist.barrier()
+            if rank in looks:
+                due.append([step, [a.what for a in ranks.look(step)]])
+            dist.barrier()
+
+        turn(["raise"], [0, 1], 5)
+        turn(["drop"], [1], 6)  # rank 1 looks before rank 0 has said all
+        turn(["save"], [0], 6)
+        for step in range(7, 12):
+            turn([], [0, 1], step)
+        say(due)
+        ranks.close()
+
+    said = check_all(run_ranks(2, work))
+    assert said[0] == said[1]
+    ((found,),) = said[:1]
+    heard = {what: step for step, whats in found for what in whats}
+    due = {"raise": 5 + AHEAD_STEPS, "drop": 6 + AHEAD_STEPS, "save": 6 + AHEAD_STEPS}
+    assert heard == due
+
+
 def test_steps_with_gaps_are_due_at_the_first_call_after() -> None:
     def work(rank, say):
         ranks = Together(None, TIMEOUT_S)
@@ -268,7 +297,7 @@ def test_steps_with_gaps_are_due_at_the_first_call_after() -> None:
             say([step, [a.step for a in ranks.look(step)]])
         ranks.close()
 
-    expected = [[10, []], [20, [12]], [30, []]]
+    expected = [[10, []], [20, [10 + AHEAD_STEPS]], [30, []]]
     assert check_all(run_ranks(2, work)) == [expected] * 2
 
 
