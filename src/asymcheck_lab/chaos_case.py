@@ -19,14 +19,14 @@ from asymcheck.memory.process import ProcessId
 from asymcheck.storage.names import pack_name
 from asymcheck.storage.repository import create_repository
 from asymcheck.storage.store import open_store
-from asymcheck.testing.children import Child, Outcome, Say
+from asymcheck.testing.children import Outcome, Say
 from asymcheck_lab.chaos_job import LAST, WAIT_S, resume
 from asymcheck_lab.chaos_network import Network
 from asymcheck_lab.chaos_places import FarStore, Peers
-from asymcheck_lab.chaos_stage import Case, Disk, Stage, Verdict, hear_soon, send
+from asymcheck_lab.chaos_stage import Case, Disk, Stage, Training, Verdict, hear_soon, send
 from asymcheck_lab.errors import RunError
 
-_GOES_ON = ("persister killed", "disk full", "store outage", "peer killed")
+GOES_ON = ("persister killed", "disk full", "store outage", "peer killed")
 """What a training may survive without being started again."""
 
 _KILLS = ("process killed", "slow disk", "clock jump")
@@ -35,12 +35,12 @@ _KILLS = ("process killed", "slow disk", "clock jump")
 _JUMP_S = -400 * 86400.0
 
 
-class _Trial(Stage):
+class Trial(Stage):
     """A case: the failure, and the verdict."""
 
     # --- the failure -------------------------------------------------------------
 
-    def strike(self, child: Child) -> set[int]:
+    def strike(self, training: Training) -> set[int]:
         """Bring the failure about; returns the steps of which one must be restored."""
         fault, persister = self.case.fault, self.persister()
         committed = self.at_strike = {at.step for at in self.committed()}
@@ -48,11 +48,11 @@ class _Trial(Stage):
         if fault in _KILLS:
             if fault == "clock jump":
                 (self.folder / "clock").write_text(str(_JUMP_S))
-            self.kill(child.pid)
+            self.kill(training.trainer)
             send(persister, signal.SIGCONT)
             self.verdict.training = "killed"
         elif fault.startswith("host killed") or fault == "bit rot":
-            self.lose_host(child.pid, persister)
+            self.lose_host(training.trainer, persister)
             safe, self.verdict.training = committed, "killed"
             if fault == "bit rot":
                 self.flip_a_byte()
@@ -106,6 +106,7 @@ class _Trial(Stage):
     # --- the case ----------------------------------------------------------------
 
     def run_it(self) -> None:
+        """All of it, the verdict included."""
         if self.case.moment == "restore":
             safe = self.hit_a_restore()
         else:
@@ -122,20 +123,20 @@ class _Trial(Stage):
     @property
     def may_go_on(self) -> bool:
         """Whether a training may survive it without being started again."""
-        return self.case.fault in _GOES_ON or isinstance(self.places, FarStore)
+        return self.case.fault in GOES_ON or isinstance(self.places, FarStore)
 
-    def hit(self, child: Child) -> set[int]:
+    def hit(self, training: Training) -> set[int]:
         """The failure in a training: it dies of it, or it goes on."""
-        safe = self.strike(child)
+        safe = self.strike(training)
         (self.folder / "go").touch()
-        outcome = self.end_of(child)
+        outcome = self.end_of(training)
         self.heal()
         if not self.may_go_on:
             return safe
         if outcome.status == 0:
             self.verdict.training = "went on"
             return {LAST}
-        self.verdict.training = self._ended_with(outcome)
+        self.verdict.training = self.ended_with(outcome)
         self.settle()
         return safe
 
@@ -151,7 +152,7 @@ class _Trial(Stage):
         """A training is killed; the failure comes while the next start restores."""
         case = self.case
         child = self.start()
-        self._hear_rest(child)
+        self.hear_rest(child)
         persister_dies = case.fault == "persister killed"
         if persister_dies:  # the one that still writes what its dead trainer sealed
             os.kill(self.persister(), signal.SIGSTOP)
@@ -171,15 +172,16 @@ class _Trial(Stage):
         self.heal()
         if outcome is not None and self.may_go_on:
             well = outcome.status == 0
-            self.verdict.training = "went on" if well else self._ended_with(outcome)
+            self.verdict.training = "went on" if well else self.ended_with(outcome)
             safe = {LAST} if well else safe
         return safe
 
-    def _hear_rest(self, child: Child) -> None:
-        while (said := hear_soon(child)) is not None:
+    def hear_rest(self, training: Training) -> None:
+        """Take note of what a training has said."""
+        while (said := hear_soon(training)) is not None:
             self.note(said)
 
-    def partition(self, old: Child) -> set[int]:
+    def partition(self, old: Training) -> set[int]:
         """The store and the scheduler lose sight of a trainer; another is started in its place.
 
         When the old one is back it may not mix with the new one.
@@ -194,14 +196,14 @@ class _Trial(Stage):
                 f"committed"
             )
         (self.folder / "go").touch()
-        send(old.pid, signal.SIGCONT)
+        send(old.trainer, signal.SIGCONT)
         outcome = self.end_of(old)
         self.heal()
         if self.case.moment == "restore":
             # It had claimed nothing yet: it is the newer job, and it comes to its end.
-            self.verdict.training = "went on" if outcome.status == 0 else self._ended_with(outcome)
+            self.verdict.training = "went on" if outcome.status == 0 else self.ended_with(outcome)
             return {LAST}
-        self.verdict.training = self._ended_with(outcome)
+        self.verdict.training = self.ended_with(outcome)
         if "SupersededWriter" not in outcome.error:
             self.verdict.problems.append(
                 f"the older writer was not stopped: status {outcome.status}, {outcome.error[-200:]}"
@@ -209,7 +211,7 @@ class _Trial(Stage):
         self.settle()
         return {LAST}
 
-    def part(self, old: Child) -> tuple[set[int], Child]:
+    def part(self, old: Training) -> tuple[set[int], Training]:
         """Set a trainer apart; returns what was committed, and its replacement.
 
         Across a link it trains on alone, and the replacement is on the other side. Without one it
@@ -226,13 +228,13 @@ class _Trial(Stage):
                 resume(say, where, strategy, WAIT_S)
 
             return committed, self.fork(across)
-        for pid in (old.pid, self.persister()):
+        for pid in (old.trainer, self.persister()):
             send(pid, signal.SIGSTOP)
         committed = self.at_strike = {at.step for at in self.committed()}
         (self.folder / "healed").touch()
         return committed, self.fork(lambda say: resume(say, where, strategy, WAIT_S))
 
-    def _ended_with(self, outcome: Outcome) -> str:
+    def ended_with(self, outcome: Outcome) -> str:
         """The error that ended a training; one that is not the library's is a broken promise."""
         own = [x for x in outcome.error.splitlines() if x.startswith("asymcheck.errors.")]
         if not own:
@@ -319,7 +321,13 @@ class _Trial(Stage):
             verdict.problems.append(str(left))
 
 
-def run_case(case: Case, folder: Path, disk: Disk, network: Network | None) -> Verdict:
+def run_case(
+    case: Case,
+    folder: Path,
+    disk: Disk,
+    network: Network | None,
+    trial: type[Trial] = Trial,
+) -> Verdict:
     """Run one case; blocks for seconds. Torch is loaded, with one thread; see ``load_once``.
 
     Args:
@@ -327,15 +335,16 @@ def run_case(case: Case, folder: Path, disk: Disk, network: Network | None) -> V
         folder: Made for it, and removed.
         disk: Where the disk is filled.
         network: The link that is cut; needed by cases in which one is.
+        trial: Who makes the starts.
     """
     begin_s = time.perf_counter()
     folder.mkdir(parents=True)
-    trial = _Trial(case, folder, disk, network)
+    running = trial(case, folder, disk, network)
     try:
-        trial.run_it()
+        running.run_it()
     except Exception as failure:  # noqa: BLE001  a case that breaks is a result
-        trial.verdict.problems.append(f"{type(failure).__name__}: {failure}")
+        running.verdict.problems.append(f"{type(failure).__name__}: {failure}")
     finally:
-        trial.clean_up()
-    trial.verdict.case_s = round(time.perf_counter() - begin_s, 2)
-    return trial.verdict
+        running.clean_up()
+    running.verdict.case_s = round(time.perf_counter() - begin_s, 2)
+    return running.verdict

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlencode
 
 from asymcheck.capture import parse_capture
@@ -95,6 +95,7 @@ class Verdict:
         skipped: Newer checkpoints that were passed over.
         problems: Promises that were broken.
         note: How the failure was made where the real one cannot be made here.
+        starts: How many a supervisor made; 0 where it was none.
         case_s: How long it all took.
     """
 
@@ -107,6 +108,7 @@ class Verdict:
     skipped: int = 0
     problems: list[str] = field(default_factory=list)
     note: str = ""
+    starts: int = 0
     case_s: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
@@ -175,6 +177,41 @@ def places_of(fault: str, folder: Path, disk: Disk, network: Network | None) -> 
     return Places((disk.folder if on_disk else folder) / "root")
 
 
+class Training(Protocol):
+    """What trains in a case: a process, or a supervisor that starts one after the other."""
+
+    @property
+    def pid(self) -> int:
+        """The process whose end is the end of it."""
+        ...
+
+    @property
+    def trainer(self) -> int:
+        """The process that trains now."""
+        ...
+
+    def hear(self, timeout_s: float = ...) -> Any:  # noqa: ANN401
+        """The next thing that a trainer says; ``AssertionError`` where none does in time."""
+        ...
+
+    def wait(self, timeout_s: float) -> Outcome:
+        """Wait for its end; ``AssertionError`` where that does not come in time."""
+        ...
+
+    def kill(self) -> None:
+        """End it."""
+        ...
+
+
+class Start(Child):
+    """One start, in a fork."""
+
+    @property
+    def trainer(self) -> int:
+        """See ``Training``."""
+        return self.pid
+
+
 class Stage:
     """A case while it runs."""
 
@@ -184,7 +221,7 @@ class Stage:
         self.places = places_of(case.fault, folder, disk, network)
         self.run = create_repository(open_store(self.places.home)).run
         self.pids: list[int] = []
-        self.children: list[Child] = []
+        self.children: list[Training] = []
         self.done = 0
         self.error = ""
         self.is_hurt = False
@@ -208,32 +245,44 @@ class Stage:
             home = f"faulty+{home}?{urlencode(fault)}"
         return Where(home, self.places.tiers)
 
-    def fork(self, work: Callable[[Say], object]) -> Child:
-        """A child whose end is made sure of."""
+    def where_first(self) -> Where:
+        """The same for the first start, which is to get as far as the moment."""
+        is_full = self.case.fault == "disk full" and bool(self.disk.refused)
+        return self.where(stops=self.stops_in_write, fails=is_full)
+
+    @property
+    def stops_in_write(self) -> bool:
+        """Whether the moment is one of the persister, which its store stops."""
+        is_full = self.case.fault == "disk full" and bool(self.disk.refused)
+        return self.case.moment in ("persist", "commit") and not is_full
+
+    def fork(self, work: Callable[[Say], object]) -> Start:
+        """A start whose end is made sure of."""
 
         def with_clock(say: Say) -> None:
             if self.case.fault == "clock jump":
                 jump_the_clock(self.folder / "clock")
             work(say)
 
-        child = Child(with_clock)
+        child = Start(with_clock)
         self.children.append(child)
         return child
 
-    def start(self) -> Child:
+    def begin(self) -> Training:
+        """Have the first start made."""
+        case, where = self.case, self.where_first()
+        return self.fork(lambda say: train(say, where, case.strategy, case.moment, self.folder))
+
+    def start(self) -> Training:
         """The first start, until it is at the moment."""
-        case = self.case
-        stops = case.moment in ("persist", "commit")
-        fails = case.fault == "disk full" and bool(self.disk.refused)
-        where = self.where(stops=stops and not fails, fails=fails)
-        child = self.fork(lambda say: train(say, where, case.strategy, case.moment, self.folder))
-        self.pids.append(child.hear()[1])
-        if stops and not fails:
-            self._hear_until(child, None, self.persister_stopped)
+        training = self.begin()
+        self.pids.append(training.hear(WAIT_S)[1])
+        if self.stops_in_write:
+            self._hear_until(training, None, self.persister_stopped)
             self.until(lambda: TARGET in self.sealed(), "the slot is sealed")
         else:
-            self._hear_until(child, "there")
-        return child
+            self._hear_until(training, "there")
+        return training
 
     def persister_stopped(self) -> bool:
         """Whether the persister was stopped at the moment; on a slow disk it is stopped here, when
@@ -266,14 +315,14 @@ class Stage:
         return is_stopped(pid)
 
     def _hear_until(
-        self, child: Child, word: str | None, condition: Callable[[], bool] = lambda: False
+        self, training: Training, word: str | None, condition: Callable[[], bool] = lambda: False
     ) -> None:
         """Take note of what a child says until it says a word, or something holds."""
         until_s = time.monotonic() + WAIT_S
         while not condition():
             if time.monotonic() > until_s:
                 raise RunError(f"{self.case}: not reached within {WAIT_S:g} s")
-            said = hear_soon(child)
+            said = hear_soon(training)
             if said is not None:
                 self.note(said)
                 if said == word:
@@ -307,7 +356,7 @@ class Stage:
 
         def pump() -> None:
             while not over.wait(_POLL_S):
-                for pid in {self.persister(), *self.pids, *(c.pid for c in self.children)}:
+                for pid in {self.persister(), *self.pids, *(c.trainer for c in self.children)}:
                     if is_stopped(pid):
                         send(pid, signal.SIGCONT)
 
@@ -319,7 +368,7 @@ class Stage:
             over.set()
             thread.join()
 
-    def end_of(self, child: Child) -> Outcome:
+    def end_of(self, training: Training) -> Outcome:
         """Wait for the end of a training; what can be mended is mended when it asks."""
         with self.letting_go():
             self.error = ""
@@ -329,11 +378,11 @@ class Stage:
                     self.heal()
                     (self.folder / "healed").touch()
                 try:
-                    self.note(child.hear(0.05))
+                    self.note(training.hear(0.05))
                 except AssertionError:
-                    if ProcessId.of(child.pid).start == 0:
+                    if ProcessId.of(training.pid).start == 0:
                         break
-            outcome = child.wait(WAIT_S)
+            outcome = training.wait(WAIT_S)
         for said in outcome.said:
             self.note(said)
         return Outcome(outcome.status, outcome.said, outcome.error or self.error)
@@ -401,10 +450,10 @@ def _has_manifest(names: set[str]) -> bool:
     return any(name.endswith("-MANIFEST.json") for name in names)
 
 
-def hear_soon(child: Child) -> object | None:
-    """What a child says now; ``None`` where it says nothing."""
+def hear_soon(training: Training) -> object | None:
+    """What a training says now; ``None`` where it says nothing."""
     try:
-        heard: object = child.hear(_POLL_S)
+        heard: object = training.hear(_POLL_S)
     except AssertionError:
         return None
     return heard

@@ -110,6 +110,31 @@ def test_the_quick_matrix_keeps_every_promise(tmp_path: Path) -> None:
     assert {r["strategy"] for r in records} == set(strategies)
 
 
+@pytest.mark.extra
+@pytest.mark.timeout(300)
+def test_a_supervisor_brings_what_a_failure_ended_to_its_end_by_itself(tmp_path: Path) -> None:
+    results = tmp_path / "chaos.jsonl"
+    done = asymlab(
+        *("chaos", "--supervised", "--strategies", "asymcheck", "--moments", "commit,restore"),
+        *("--faults", "process killed,host killed (tier),store outage,network partition"),
+        *("--results", results, "--dir", tmp_path / "d"),
+        timeout_s=280,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = {(r["fault"], r["moment"]): r for r in read_chaos(results)}
+    assert {at: (r["training"], r["tier"], r["starts"]) for at, r in found.items()} == {
+        ("process killed", "commit"): ("killed", "shared memory", 2),
+        ("process killed", "restore"): ("killed", "root", 3),
+        ("host killed (tier)", "commit"): ("killed", "tier", 2),
+        ("host killed (tier)", "restore"): ("killed", "tier", 3),
+        ("store outage", "restore"): ("ended with StoreError", "root", 3),
+        ("network partition", "commit"): ("ended with SupersededWriter", "root", 2),
+    }
+    assert all(r["exact"] == "bit for bit" for r in found.values())
+    assert "`asymlab run` made 2 to 3 starts" in done.stdout
+    assert list((tmp_path / "d").iterdir()) == []
+
+
 def test_a_short_soak_keeps_every_promise_and_leaves_nothing(tmp_path: Path) -> None:
     before = list(slots_of(SHARED_MEMORY))
     results = tmp_path / "soak.jsonl"
@@ -151,6 +176,16 @@ def test_the_full_matrix_has_every_combination_and_the_quick_one_covers_each_axi
     assert {case.strategy for case in quick} == set(strategies)
     for pair in pairs:
         assert "asymcheck" in {c.strategy for c in quick if (c.fault, c.moment) == pair}
+
+
+def test_a_supervisor_gets_the_cases_that_end_a_training() -> None:
+    cases = cases_of(ChaosOptions(supervised=True))
+    assert set(cases) < set(cases_of(ChaosOptions()))
+    by_fault = {fault: {c.moment for c in cases if c.fault == fault} for fault in FAULTS}
+    assert by_fault["persister killed"] == by_fault["peer killed"] == set()
+    assert by_fault["disk full"] == by_fault["store outage"] == {"restore"}
+    assert by_fault["network partition"] == set(MOMENTS) - {"restore"}
+    assert by_fault["host killed (peers)"] == set(MOMENTS)
 
 
 def test_what_cannot_be_tried_here_is_named_with_its_reason(
