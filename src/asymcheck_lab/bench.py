@@ -64,9 +64,9 @@ class BenchOptions:
         for name in ("rounds", "steps", "every", "warmup"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}: expected at least 1, found {getattr(self, name)}")
-        if self.warmup > self.every:
+        if self.warmup >= self.every:
             raise UsageError(
-                f"warmup: expected at most every={self.every} steps, found {self.warmup}"
+                f"warmup: expected fewer steps than every={self.every}, found {self.warmup}"
             )
         refuse_unknown("systems", self.systems, RIVALS)
 

@@ -36,7 +36,7 @@ class RunSpec:
         model: Its name, or nothing for the GPT-2 of ``make bench``.
         steps: Counted steps.
         every: Steps between two checkpoints; one is due after the first counted step.
-        warmup: Steps before, at most ``every``; after the last one a first checkpoint is
+        warmup: Steps before, fewer than ``every``; after the last one a first checkpoint is
             saved and waited for.
         cores: The process and all that it starts stay on them.
         folder: Checkpoints go below it; empty.

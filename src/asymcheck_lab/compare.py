@@ -108,9 +108,9 @@ class CompareOptions:
         for name in ("rounds", "steps", "warmup"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}: expected at least 1, found {getattr(self, name)}")
-        if not self.every or min(self.every) < self.warmup:
+        if not self.every or min(self.every) <= self.warmup:
             raise UsageError(
-                f"every: expected at least warmup={self.warmup} steps, found {list(self.every)}"
+                f"every: expected more steps than warmup={self.warmup}, found {list(self.every)}"
             )
         known = [size for model in self.models for size in sizes_to_compare(model)]
         refuse_unknown("sizes", self.sizes, tuple(dict.fromkeys(known)))

@@ -344,7 +344,7 @@ def test_over_the_rounds_each_system_comes_at_each_place_and_after_each_other() 
         ({"systems": ("torch-sav",)}, "found 'torch-sav'; did you mean 'torch-save'?"),
         ({"size": "huge"}, "size: expected one of"),
         ({"rounds": 0}, "rounds: expected at least 1, found 0"),
-        ({"warmup": 3}, "warmup: expected at most every=2 steps, found 3"),
+        ({"warmup": 3}, "warmup: expected fewer steps than every=2, found 3"),
     ],
 )
 def test_a_wrong_option_is_refused_by_its_name(
