@@ -17,6 +17,7 @@ test: $(STAMP)
 test-extra: $(RIVALS) $(SERVERS)
 	@.ci/browser
 	@.ci/java
+	@.ci/network
 	$(BIN)/pytest -n 2 --dist loadgroup -m "extra and not slow"
 
 check: $(STAMP)
@@ -34,9 +35,11 @@ bench: $(STAMP)
 bench-engine: $(STAMP)
 	$(BIN)/asymlab engine --docs docs/benchmarks-engine.md
 
-# Every failure under every strategy at every moment: at most twenty minutes.
+# Every failure under every strategy at every moment, then under a supervisor what ends a training:
+# at most half an hour.
 chaos: $(STAMP)
 	$(BIN)/asymlab chaos --docs docs/reliability.md
+	$(BIN)/asymlab chaos --supervised --quick --docs docs/reliability.md
 
 # 2000 checkpoints and 30 kills: at most ten minutes.
 soak: $(STAMP)

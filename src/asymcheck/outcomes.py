@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Container
 from typing import Literal, Protocol
 
-from asymcheck.errors import CheckpointWarning, DroppedCheckpoint, RankMissing
+from asymcheck.errors import CheckpointWarning, DroppedCheckpoint, RankMissing, SupersededWriter
 from asymcheck.handles import Handle
 from asymcheck.timekeeping import Timekeeper
 from asymcheck.tracing import Tracer
@@ -54,7 +54,8 @@ class Outcomes:
             known: Steps of which was told before that another rank gave them up.
 
         Returns:
-            The first failure, the others are notes of it; ``None`` also where it is warned of.
+            The first failure, the others are notes of it; ``None`` also where all are warned of.
+            That a newer job writes is never a warning: nothing will be saved any more.
         """
         done = [h for h in self.pending if h.durable.done()]
         self.pending = [h for h in self.pending if not h.durable.done()]
@@ -81,9 +82,10 @@ class Outcomes:
             warn(message)
         if self._on_error == "warn":
             for failure in failures:
-                notes = "; ".join(getattr(failure, "__notes__", ()))
-                warn(f"{failure} ({notes})")
-            return None
+                if not isinstance(failure, SupersededWriter):
+                    notes = "; ".join(getattr(failure, "__notes__", ()))
+                    warn(f"{failure} ({notes})")
+            failures = [f for f in failures if isinstance(f, SupersededWriter)]
         for other in failures[1:]:
             failures[0].add_note(f"also failed: {other}")
         return failures[0] if failures else None

@@ -76,7 +76,8 @@ class Checkpointer(RootWriter):
         persist: Who writes: a ``process`` that finishes what is sealed although the trainer
             dies, or a ``thread`` of the trainer. ``auto`` takes a process where another
             process can open the store.
-        on_error: Whether a background failure is raised by the next call or warned of.
+        on_error: Whether a background failure is raised by the next call or warned of;
+            ``SupersededWriter`` is always raised.
         read_only: Never write and never claim the root, as for evaluation beside a training.
         grace_s: How long ``close`` and the exit of the interpreter wait for pending saves.
         sink: Receives every ``Span``, on the thread that did the work.

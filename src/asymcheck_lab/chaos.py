@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, product
 from pathlib import Path
@@ -15,17 +15,14 @@ from asymcheck.errors import nearest
 from asymcheck.planning.strategies import strategies
 from asymcheck.testing.children import Child, Say
 from asymcheck_lab.bench import append_record, describe_session
-from asymcheck_lab.chaos_case import run_case
+from asymcheck_lab.chaos_case import Trial, run_case
+from asymcheck_lab.chaos_network import Network
+from asymcheck_lab.chaos_places import OVER_A_LINK, unavailable
 from asymcheck_lab.chaos_stage import FAULTS, MOMENTS, Case, Disk, Verdict
+from asymcheck_lab.chaos_supervised import SupervisedTrial, ends_a_training
 from asymcheck_lab.errors import RunError, UsageError
 from asymcheck_lab.rundir import scratch_folder
 
-NOT_HERE: Mapping[str, str] = {
-    "peer killed": "tried on hosts in network namespaces instead: tests/extra/test_peer_hosts.py",
-}
-"""Failures of the matrix that cannot be tried, and why."""
-
-ALL_FAULTS = (*FAULTS, *NOT_HERE)
 DEFAULT = "asymcheck"
 SCHEMA = 1
 _CASE_LIMIT_S = 300.0
@@ -36,11 +33,12 @@ class ChaosOptions:
     """What to try.
 
     Attributes:
-        faults: Names out of ``ALL_FAULTS``; empty for all.
+        faults: Names out of ``FAULTS``; empty for all.
         strategies: Names of strategies; empty for all.
         moments: Names out of ``MOMENTS``; empty for all.
         quick: Each failure at each moment under the default strategy, and once more under another,
             all of them in turn.
+        supervised: Those that end a training, each under ``asymlab run``.
         jobs: Cases at a time.
         folder: Where the roots are; ``None`` for a temporary one.
         results: Gets a JSON line for each case.
@@ -50,13 +48,14 @@ class ChaosOptions:
     strategies: tuple[str, ...] = ()
     moments: tuple[str, ...] = ()
     quick: bool = False
-    jobs: int = 2
+    supervised: bool = False
+    jobs: int = 3
     folder: Path | None = None
     results: Path = Path("results/chaos.jsonl")
 
     def __post_init__(self) -> None:
         for name, known in (
-            ("faults", ALL_FAULTS),
+            ("faults", FAULTS),
             ("strategies", tuple(strategies)),
             ("moments", MOMENTS),
         ):
@@ -79,22 +78,31 @@ class ChaosOptions:
             ("--moments", self.moments),
         ):
             words += [option, f"'{','.join(chosen)}'"] if chosen else []
-        return " ".join([*words, *(["--quick"] if self.quick else [])])
+        words += ["--quick"] if self.quick else []
+        words += ["--supervised"] if self.supervised else []
+        return " ".join(words)
 
 
 def cases_of(options: ChaosOptions) -> list[Case]:
     """The cases, those that cannot be run here among them."""
-    faults = options.faults or ALL_FAULTS
+    faults = options.faults or FAULTS
     moments = options.moments or MOMENTS
     names = options.strategies or tuple(strategies)
     if not options.quick:
-        return [Case(*one) for one in product(faults, names, moments)]
+        found = [Case(*one) for one in product(faults, names, moments)]
+    else:
+        found = list(_quick(faults, names, moments))
+    return [case for case in found if not options.supervised or ends_a_training(case)]
+
+
+def _quick(faults: Sequence[str], names: Sequence[str], moments: Sequence[str]) -> Iterable[Case]:
+    """Each failure at each moment under the first strategy, and under one of the others."""
     first = DEFAULT if DEFAULT in names else names[0]
     others = cycle([name for name in names if name != first] or [first])
     found = []
     for fault, moment in product(faults, moments):
         found += [Case(fault, first, moment), Case(fault, next(others), moment)]
-    return list(dict.fromkeys(found))
+    return dict.fromkeys(found)
 
 
 def run_chaos(
@@ -115,8 +123,9 @@ def run_chaos(
         session = describe_session(options.command, top, tuple(os.sched_getaffinity(0)), SCHEMA)
         cases = cases_of(options)
         records = []
+        missing = unavailable()
         load_once()
-        for case, outcome in _outcomes(cases, options.jobs, top):
+        for case, outcome in _outcomes(cases, options, top, missing):
             record = {**session, **asdict(case), **outcome}
             append_record(options.results, record)
             records.append(record)
@@ -139,16 +148,17 @@ def spoken(record: Mapping[str, Any]) -> str:
 
 
 def _outcomes(
-    cases: Sequence[Case], jobs: int, top: Path
+    cases: Sequence[Case], options: ChaosOptions, top: Path, missing: Mapping[str, str]
 ) -> Iterator[tuple[Case, Mapping[str, Any]]]:
     """Each case with what became of it, in the order in which they end."""
-    runnable = [case for case in cases if case.fault not in NOT_HERE]
+    runnable = [case for case in cases if case.fault not in missing]
     for case in cases:
-        if case.fault in NOT_HERE:
-            yield case, {"not_run": NOT_HERE[case.fault]}
-    shares = [share for n in range(jobs) if (share := runnable[n::jobs])]
+        if case.fault in missing:
+            yield case, {"not_run": missing[case.fault]}
+    trial = SupervisedTrial if options.supervised else Trial
+    shares = [share for n in range(options.jobs) if (share := runnable[n :: options.jobs])]
     workers = [
-        Child(lambda say, share=share, n=n: _work(say, share, top / f"job-{n}"))  # type: ignore[misc]
+        Child(lambda say, share=share, n=n: _work(say, share, top / f"job-{n}", trial))  # type: ignore[misc]
         for n, share in enumerate(shares)
     ]
     heard: queue.Queue[tuple[Case, Mapping[str, Any]]] = queue.Queue()
@@ -175,14 +185,17 @@ def _outcomes(
             Disk.take_away(disk)
 
 
-def _work(say: Say, share: Sequence[Case], folder: Path) -> None:
+def _work(say: Say, share: Sequence[Case], folder: Path, trial: type[Trial]) -> None:
     """One job: its cases one after the other, in a process of its own."""
     disk = Disk(folder / "disk")
+    network = Network() if any(case.fault in OVER_A_LINK for case in share) else None
     try:
         for number, case in enumerate(share):
-            say(run_case(case, folder / str(number), disk).as_json())
+            say(run_case(case, folder / str(number), disk, network, trial).as_json())
     finally:
         disk.close()
+        if network is not None:
+            network.close()
     say("over")
 
 

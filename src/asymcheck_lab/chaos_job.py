@@ -13,13 +13,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from asymcheck import Checkpointer, snapshotter, strategies
+from asymcheck import Checkpointer, Tier, snapshotter, strategies
 from asymcheck.planning.cadence import EverySteps
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.strategies import Strategy
@@ -27,6 +28,7 @@ from asymcheck.planning.tiers import Placement
 from asymcheck.storage.repository import open_repository
 from asymcheck.storage.store import open_store
 from asymcheck.testing.children import Say
+from asymcheck_lab.chaos_places import TIER, Where
 from asymcheck_lab.errors import RunError
 
 SIDE = 136
@@ -94,6 +96,9 @@ def load_once() -> None:
     """What each fork would otherwise do again: imports, one thread, the reference."""
     import torch._dynamo
 
+    if find_spec("aiohttp"):
+        import asymcheck.storage.peers.agent  # noqa: F401
+
     torch.set_num_threads(1)
     reference()
 
@@ -112,14 +117,15 @@ def strategy_of(name: str) -> Strategy:
 class Job:
     """One start of the training, with a ``Checkpointer``."""
 
-    def __init__(self, url: str, strategy: str, grace_s: float = WAIT_S) -> None:
+    def __init__(self, where: Where, strategy: str, grace_s: float = WAIT_S) -> None:
         self.training = Training()
         self.checkpointer = Checkpointer(
-            url,
+            where.home,
             state={"m": self.training.model, "o": self.training.optimizer},
             strategy=strategy_of(strategy),
             on_error="warn",
             grace_s=grace_s,
+            tiers=[Tier(url, name=TIER) for url in where.tiers],
         )
         self.is_blocking = strategies[strategy].capture == "blocking"
         self.training.step = self.checkpointer.restore()
@@ -149,8 +155,14 @@ class Job:
         """Save, however full the strategy's admission is."""
         self.checkpointer.save(self.training.step)
 
+    def wait(self) -> None:
+        """Until all is durable, in every place."""
+        self.checkpointer.wait(WAIT_S)
+        for state in self.checkpointer.tier_states():
+            self.checkpointer.wait(WAIT_S, tier=state.name)
 
-def train(say: Say, url: str, strategy: str, moment: str, folder: Path) -> None:
+
+def train(say: Say, where: Where, strategy: str, moment: str, folder: Path) -> None:
     """Train to the end, with a pause at the moment until the file ``go`` is there.
 
     Says ``[step, "live"]`` after each update, ``there`` in the pause, ``hurt`` where what can be
@@ -166,9 +178,9 @@ def train(say: Say, url: str, strategy: str, moment: str, folder: Path) -> None:
             say("there")
             _await(folder / "go")
 
-    job = Job(url, strategy)
+    job = Job(where, strategy)
     training = job.training
-    say(["pid", job.persister])
+    say(["pid", job.persister, os.getpid()])
     while training.step < LAST:
         step = training.step + 1
         training.at_forward = lambda: None
@@ -183,7 +195,7 @@ def train(say: Say, url: str, strategy: str, moment: str, folder: Path) -> None:
             job.pause_in_capture(pause)
         job.save()
         if step < TARGET - 1:
-            job.checkpointer.wait(WAIT_S)
+            job.wait()
         if step == TARGET:
             job.checkpointer.fence()
             say("sealed")
@@ -192,24 +204,25 @@ def train(say: Say, url: str, strategy: str, moment: str, folder: Path) -> None:
     job.checkpointer.close()
 
 
-def resume(say: Say, url: str, strategy: str, grace_s: float) -> None:
+def resume(say: Say, where: Where, strategy: str, grace_s: float) -> None:
     """Start again, say what was restored and how it compares, and train to the end."""
     _quiet()
     begin_s = time.perf_counter()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        job = Job(url, strategy, grace_s)
+        job = Job(where, strategy, grace_s)
         seconds = time.perf_counter() - begin_s
         job.checkpointer.wait()  # what was read in shared memory is in the root then
     training, report = job.training, job.checkpointer.report
     job.checkpointer._grace_s = WAIT_S  # it was for what the dead one left
     at = CheckpointId(report.attempt or 0, report.step)
-    bounds = _bounds(url, at) if report.step else {}
+    bounds = _bounds(where, at) if report.step else {}
     say(
         {
             "step": report.step,
             "seconds": seconds,
             "skipped": [list(pair) for pair in report.skipped],
+            "served": [given.tier for given in report.served if given.nbytes],
             "exact": not bounds,
             "differences": _differences(training, bounds) if report.step else [],
             "pid": job.persister,
@@ -224,9 +237,11 @@ def resume(say: Say, url: str, strategy: str, grace_s: float) -> None:
     say({"done": training.step, "exact": exact_to_the_end, "steps": job.checkpointer.steps()})
 
 
-def _bounds(url: str, at: CheckpointId) -> dict[str, float]:
+def _bounds(where: Where, at: CheckpointId) -> dict[str, float]:
     """How far off each kind may be by the checkpoint's own word, where it is not exact."""
-    with open_repository(open_store(url)).open(at) as checkpoint:
+    places = [open_repository(open_store(url)) for url in (where.home, *where.tiers)]
+    holder = next(place for place in places if at in place.survey().committed)
+    with holder.open(at) as checkpoint:
         losses = [loss for index in checkpoint.indexes for loss in index.losses]
     return {loss.kind.split()[0]: loss.max_error for loss in losses}
 

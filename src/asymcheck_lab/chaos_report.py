@@ -13,9 +13,6 @@ from asymcheck_lab.bench import newest_session, read_records
 from asymcheck_lab.chaos import broken, spoken
 from asymcheck_lab.record import measured_when, median
 
-BEGIN, END = "<!-- tried failures: begin -->", "<!-- tried failures: end -->"
-RESULTS = "chaos.jsonl"
-
 HEADINGS = (
     "failure",
     "moment",
@@ -56,6 +53,17 @@ class Group:
     not_run: str = ""
 
 
+def results_of(*, supervised: bool) -> str:
+    """Name of the file with the results."""
+    return "chaos-supervised.jsonl" if supervised else "chaos.jsonl"
+
+
+def marks(*, supervised: bool) -> tuple[str, str]:
+    """Between which lines of a page the tables stand."""
+    what = "supervised failures" if supervised else "tried failures"
+    return f"<!-- {what}: begin -->", f"<!-- {what}: end -->"
+
+
 def read_chaos(path: Path) -> list[dict[str, Any]]:
     """The newest session's records of a results file.
 
@@ -82,12 +90,11 @@ def strategies_of(records: Sequence[Record]) -> list[Group]:
 
 
 def _place(record: Record) -> tuple[int, int]:
-    from asymcheck_lab.chaos import ALL_FAULTS
-    from asymcheck_lab.chaos_stage import MOMENTS
+    from asymcheck_lab.chaos_stage import FAULTS, MOMENTS
 
     fault, moment = record["fault"], record["moment"]
     return (
-        ALL_FAULTS.index(fault) if fault in ALL_FAULTS else len(ALL_FAULTS),
+        FAULTS.index(fault) if fault in FAULTS else len(FAULTS),
         MOMENTS.index(moment) if moment in MOMENTS else len(MOMENTS),
     )
 
@@ -128,9 +135,11 @@ def summary_of(records: Sequence[Record]) -> str:
     bad = broken(ran)
     verdict = f"{len(bad)} broke a promise" if bad else "no promise was broken"
     exact = sum(r["exact"] == "bit for bit" for r in ran)
+    starts = [int(r["starts"]) for r in ran if r.get("starts")]
+    made = f" `asymlab run` made {_range(min(starts), max(starts))} starts." if starts else ""
     return (
         f"{count_text(len(ran), 'case')}: {verdict}. {exact} came back bit for bit, the others "
-        f"were lossy by their strategy's own word and within the bounds that they state."
+        f"were lossy by their strategy's own word and within the bounds that they state.{made}"
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlencode
 
 from asymcheck.capture import parse_capture
@@ -28,6 +28,16 @@ from asymcheck.storage.repository import create_repository
 from asymcheck.storage.store import open_store
 from asymcheck.testing.children import Child, Outcome, Say
 from asymcheck_lab.chaos_job import TARGET, WAIT_S, jump_the_clock, train
+from asymcheck_lab.chaos_network import Network
+from asymcheck_lab.chaos_places import (
+    AMONG_PEERS,
+    OVER_A_LINK,
+    FarStore,
+    HomeAndTier,
+    Peers,
+    Places,
+    Where,
+)
 from asymcheck_lab.errors import RunError
 from asymcheck_lab.killer import is_stopped
 
@@ -41,6 +51,10 @@ FAULTS = (
     "store outage",
     "clock jump",
     "network partition",
+    "host killed (tier)",
+    "host killed (peers)",
+    "peer killed",
+    "network partition (link)",
 )
 MOMENTS = ("forward", "capture", "persist", "commit", "restore")
 
@@ -72,7 +86,8 @@ class Verdict:
 
     Attributes:
         training: How the training took it: ``killed``, ``went on``, or its error.
-        tier: Where the checkpoint came from that the next start restored.
+        tier: Where the checkpoint came from that the next start restored: ``root``, ``shared
+            memory``, ``tier``, ``peer``.
         resumed_from: Its step.
         steps_lost: Steps that had been done and had to be done again.
         seconds: From the start of the library in the new process until the state was back.
@@ -80,6 +95,7 @@ class Verdict:
         skipped: Newer checkpoints that were passed over.
         problems: Promises that were broken.
         note: How the failure was made where the real one cannot be made here.
+        starts: How many a supervisor made; 0 where it was none.
         case_s: How long it all took.
     """
 
@@ -92,6 +108,7 @@ class Verdict:
     skipped: int = 0
     problems: list[str] = field(default_factory=list)
     note: str = ""
+    starts: int = 0
     case_s: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
@@ -140,66 +157,132 @@ class Disk:
             subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
 
 
+def places_of(fault: str, folder: Path, disk: Disk, network: Network | None) -> Places:
+    """Where the checkpoints of a case lie.
+
+    Args:
+        fault: What fails.
+        folder: Of the case.
+        disk: What can be filled.
+        network: Needed where a link is cut.
+    """
+    if fault == "host killed (tier)":
+        return HomeAndTier(folder / "root")
+    if fault in AMONG_PEERS:
+        return Peers(folder / "root")
+    if fault in OVER_A_LINK:
+        assert network is not None, "the job has one where such a case is among its own"
+        return FarStore(folder / "root", network)
+    on_disk = fault == "disk full" and not disk.refused
+    return Places((disk.folder if on_disk else folder) / "root")
+
+
+class Training(Protocol):
+    """What trains in a case: a process, or a supervisor that starts one after the other."""
+
+    @property
+    def pid(self) -> int:
+        """The process whose end is the end of it."""
+        ...
+
+    @property
+    def trainer(self) -> int:
+        """The process that trains now."""
+        ...
+
+    def hear(self, timeout_s: float = ...) -> Any:  # noqa: ANN401
+        """The next thing that a trainer says; ``AssertionError`` where none does in time."""
+        ...
+
+    def wait(self, timeout_s: float) -> Outcome:
+        """Wait for its end; ``AssertionError`` where that does not come in time."""
+        ...
+
+    def kill(self) -> None:
+        """End it."""
+        ...
+
+
+class Start(Child):
+    """One start, in a fork."""
+
+    @property
+    def trainer(self) -> int:
+        """See ``Training``."""
+        return self.pid
+
+
 class Stage:
     """A case while it runs."""
 
-    def __init__(self, case: Case, folder: Path, disk: Disk) -> None:
-        self.case, self.folder, self.disk = case, folder, disk
+    def __init__(self, case: Case, folder: Path, disk: Disk, network: Network | None) -> None:
+        self.case, self.folder, self.disk, self.network = case, folder, disk, network
         self.verdict = Verdict()
-        self.on_disk = case.fault == "disk full" and not disk.refused
-        self.root = (disk.folder if self.on_disk else folder) / "root"
-        self.away = folder / "away"
-        self.run = create_repository(open_store(str(self.root))).run
+        self.places = places_of(case.fault, folder, disk, network)
+        self.run = create_repository(open_store(self.places.home)).run
         self.pids: list[int] = []
-        self.children: list[Child] = []
+        self.children: list[Training] = []
         self.done = 0
         self.error = ""
         self.is_hurt = False
         self.is_lossy = False  # a start went on from a lossy state: it trains another training
         self.gone: set[CheckpointId] = set()
         self.at_strike: set[int] = set()
+        self.memory_is_lost = False
         self.done_at_strike = 0
 
     # --- children ----------------------------------------------------------------
 
-    def url(self, *, stops: bool, fails: bool = False) -> str:
-        """The root, through a store that is slow, stops at the moment, or fails."""
-        url = f"file://{self.root}"
+    def where(self, *, stops: bool = False, fails: bool = False) -> Where:
+        """The places; the root through a store that is slow, stops at the moment, or fails."""
+        home = self.places.home
         if self.case.fault == "slow disk":
-            return f"throttled+{url}?{urlencode(_SLOW)}"
-        if stops:
-            return f"faulty+{url}?{urlencode({**_STOPS[self.case.moment], 'do': 'stop'})}"
-        if fails:
+            home = f"throttled+{home}?{urlencode(_SLOW)}"
+        elif stops:
+            home = f"faulty+{home}?{urlencode({**_STOPS[self.case.moment], 'do': 'stop'})}"
+        elif fails:
             fault = {"op": "write", "name": f"{step_folder(TARGET)}*", "do": "ENOSPC", "times": 0}
-            return f"faulty+{url}?{urlencode(fault)}"
-        return url
+            home = f"faulty+{home}?{urlencode(fault)}"
+        return Where(home, self.places.tiers)
 
-    def fork(self, work: Callable[[Say], object]) -> Child:
-        """A child whose end is made sure of."""
+    def where_first(self) -> Where:
+        """The same for the first start, which is to get as far as the moment."""
+        is_full = self.case.fault == "disk full" and bool(self.disk.refused)
+        return self.where(stops=self.stops_in_write, fails=is_full)
+
+    @property
+    def stops_in_write(self) -> bool:
+        """Whether the moment is one of the persister, which its store stops."""
+        is_full = self.case.fault == "disk full" and bool(self.disk.refused)
+        return self.case.moment in ("persist", "commit") and not is_full
+
+    def fork(self, work: Callable[[Say], object]) -> Start:
+        """A start whose end is made sure of."""
 
         def with_clock(say: Say) -> None:
             if self.case.fault == "clock jump":
                 jump_the_clock(self.folder / "clock")
             work(say)
 
-        child = Child(with_clock)
+        child = Start(with_clock)
         self.children.append(child)
         return child
 
-    def start(self) -> Child:
+    def begin(self) -> Training:
+        """Have the first start made."""
+        case, where = self.case, self.where_first()
+        return self.fork(lambda say: train(say, where, case.strategy, case.moment, self.folder))
+
+    def start(self) -> Training:
         """The first start, until it is at the moment."""
-        case = self.case
-        stops = case.moment in ("persist", "commit")
-        fails = case.fault == "disk full" and bool(self.disk.refused)
-        url = self.url(stops=stops and not fails, fails=fails)
-        child = self.fork(lambda say: train(say, url, case.strategy, case.moment, self.folder))
-        self.pids.append(child.hear()[1])
-        if stops and not fails:
-            self._hear_until(child, None, self.persister_stopped)
+        training = self.begin()
+        self.pids.append(training.hear(WAIT_S)[1])
+        if self.stops_in_write:
+            self._hear_until(training, None, self.persister_stopped)
             self.until(lambda: TARGET in self.sealed(), "the slot is sealed")
         else:
-            self._hear_until(child, "there")
-        return child
+            self._hear_until(training, "there")
+        return training
 
     def persister_stopped(self) -> bool:
         """Whether the persister was stopped at the moment; on a slow disk it is stopped here, when
@@ -211,14 +294,15 @@ class Stage:
         return is_stopped(pid)
 
     def _is_at_the_moment(self) -> bool:
-        names = {path.name for path in (self.root / step_folder(TARGET)).glob("*")}
+        root = self.places.root
+        names = {path.name for path in (root / step_folder(TARGET)).glob("*")}
         if self.case.moment == "commit":
             return any(n.endswith("-r0000.json") for n in names) and not _has_manifest(names)
-        before = {path.name for path in (self.root / step_folder(TARGET - 1)).glob("*")}
+        before = {path.name for path in (root / step_folder(TARGET - 1)).glob("*")}
         return (
             (_has_manifest(before) or not before)
             and TARGET in self.sealed()
-            and any((self.root / ".tmp").glob("*"))
+            and bool(self.places.temporary)
         )
 
     def restore_stopped(self, pid: int) -> bool:
@@ -231,14 +315,14 @@ class Stage:
         return is_stopped(pid)
 
     def _hear_until(
-        self, child: Child, word: str | None, condition: Callable[[], bool] = lambda: False
+        self, training: Training, word: str | None, condition: Callable[[], bool] = lambda: False
     ) -> None:
         """Take note of what a child says until it says a word, or something holds."""
         until_s = time.monotonic() + WAIT_S
         while not condition():
             if time.monotonic() > until_s:
                 raise RunError(f"{self.case}: not reached within {WAIT_S:g} s")
-            said = hear_soon(child)
+            said = hear_soon(training)
             if said is not None:
                 self.note(said)
                 if said == word:
@@ -272,7 +356,7 @@ class Stage:
 
         def pump() -> None:
             while not over.wait(_POLL_S):
-                for pid in {self.persister(), *self.pids, *(c.pid for c in self.children)}:
+                for pid in {self.persister(), *self.pids, *(c.trainer for c in self.children)}:
                     if is_stopped(pid):
                         send(pid, signal.SIGCONT)
 
@@ -284,7 +368,7 @@ class Stage:
             over.set()
             thread.join()
 
-    def end_of(self, child: Child) -> Outcome:
+    def end_of(self, training: Training) -> Outcome:
         """Wait for the end of a training; what can be mended is mended when it asks."""
         with self.letting_go():
             self.error = ""
@@ -294,11 +378,11 @@ class Stage:
                     self.heal()
                     (self.folder / "healed").touch()
                 try:
-                    self.note(child.hear(0.05))
+                    self.note(training.hear(0.05))
                 except AssertionError:
-                    if ProcessId.of(child.pid).start == 0:
+                    if ProcessId.of(training.pid).start == 0:
                         break
-            outcome = child.wait(WAIT_S)
+            outcome = training.wait(WAIT_S)
         for said in outcome.said:
             self.note(said)
         return Outcome(outcome.status, outcome.said, outcome.error or self.error)
@@ -306,8 +390,8 @@ class Stage:
     # --- what is there -----------------------------------------------------------
 
     def committed(self) -> set[CheckpointId]:
-        """What is listed; empty where the store is away."""
-        found = create_repository(open_store(str(self.root)))
+        """What is listed where the host's end leaves it."""
+        found = create_repository(open_store(self.places.safe))
         return set(found.survey().committed)
 
     def sealed(self) -> set[int]:
@@ -331,10 +415,7 @@ class Stage:
     def heal(self) -> None:
         """Mend what can be mended."""
         (self.disk.folder / "filler").unlink(missing_ok=True)
-        if self.away.exists():
-            with suppress(FileNotFoundError):
-                self.root.unlink()
-            self.away.rename(self.root)
+        self.places.heal()
 
     def kill(self, *pids: int) -> None:
         """SIGKILL, and wait until they are gone."""
@@ -359,9 +440,9 @@ class Stage:
         for pid in self.pids:
             if "asymcheck.persist" in _command_of(pid):
                 send(pid, signal.SIGKILL)
-        self.heal()
+        (self.disk.folder / "filler").unlink(missing_ok=True)
         self.remove_slots()
-        shutil.rmtree(self.root, ignore_errors=True)
+        self.places.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -369,10 +450,10 @@ def _has_manifest(names: set[str]) -> bool:
     return any(name.endswith("-MANIFEST.json") for name in names)
 
 
-def hear_soon(child: Child) -> object | None:
-    """What a child says now; ``None`` where it says nothing."""
+def hear_soon(training: Training) -> object | None:
+    """What a training says now; ``None`` where it says nothing."""
     try:
-        heard: object = child.hear(_POLL_S)
+        heard: object = training.hear(_POLL_S)
     except AssertionError:
         return None
     return heard

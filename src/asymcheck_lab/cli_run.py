@@ -106,13 +106,25 @@ def add_chaos(
                 "--quick", help="Each failure at each moment under the default and one other"
             ),
         ] = False,
-        jobs: Annotated[int, typer.Option(min=1, help="Cases at a time")] = 2,
+        supervised: Annotated[
+            bool,
+            typer.Option(
+                "--supervised",
+                help="Those that end a training, with 'asymlab run' around it: nobody else starts "
+                "it again",
+            ),
+        ] = False,
+        jobs: Annotated[int, typer.Option(min=1, help="Cases at a time")] = 3,
         folder: Annotated[
             Path | None, typer.Option("--dir", help="Holds roots meanwhile [default: temporary]")
         ] = None,
-        results: Annotated[Path, typer.Option(help="Gets a JSON line for each case")] = Path(
-            "results/chaos.jsonl"
-        ),
+        results: Annotated[
+            Path | None,
+            typer.Option(
+                help="Gets a JSON line for each case [default: results/chaos.jsonl, and "
+                "chaos-supervised.jsonl beside it with --supervised]"
+            ),
+        ] = None,
         docs: PageOption = None,
         report_only: Annotated[
             bool, typer.Option("--report", help="Try nothing: show the newest cases of --results")
@@ -126,25 +138,26 @@ def add_chaos(
         with readable_errors():
             from asymcheck_lab.bench_report import write_into
             from asymcheck_lab.chaos import ChaosOptions, broken, run_chaos
-            from asymcheck_lab.chaos_report import BEGIN, END, read_chaos, render
+            from asymcheck_lab.chaos_report import marks, read_chaos, render, results_of
 
             options = ChaosOptions(
                 faults=_names(faults),
                 strategies=_names(strategies),
                 moments=_names(moments),
                 quick=quick,
+                supervised=supervised,
                 jobs=jobs,
                 folder=folder,
-                results=results,
+                results=results or Path("results") / results_of(supervised=supervised),
             )
             if report_only:
-                records = read_chaos(results)
+                records = read_chaos(options.results)
             else:
                 records = run_chaos(options, lambda line: typer.echo(line, err=True))
             text = render(records)
             typer.echo(text)
             if docs is not None:
-                write_into(docs, text, BEGIN, END)
+                write_into(docs, text, *marks(supervised=supervised))
         if broken(records):
             raise typer.Exit(1)
 

@@ -125,7 +125,7 @@ def render(
     shown: Sequence[tuple[Machine, Sequence[CellRows]]],
     looks: Mapping[str, Look],
     pictures: Sequence[str],
-    failures: Mapping[str, Any] | None = None,
+    failures: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The page as text.
 

@@ -241,7 +241,8 @@ class Supervisor:
     def _note(self, start: Start, before: Standing) -> None:
         """Say what it resumed from and what it brought; decide whether there is another one."""
         report, standing = self._report, self._settled()
-        claimed = sorted(n for n in standing.parents if n not in before.parents)
+        new = sorted(n for n in standing.parents if n not in before.parents)
+        claimed = self._watch.claimed_since(start.began_s, new)
         start.problem = standing.problem
         start.attempts = tuple(claimed)
         if claimed:
@@ -251,9 +252,8 @@ class Supervisor:
             resumed_step = start.resumed_from.step if start.resumed_from else 0
             if len(report.starts) > 1 and report.starts[-2].latest_step:
                 start.steps_lost = max(0, report.starts[-2].latest_step - resumed_step)
-        new = standing.committed - before.committed
-        start.commits = len(new)
-        self._barren = 0 if new else self._barren + 1
+        start.commits = sum(at.attempt in claimed for at in standing.committed - before.committed)
+        self._barren = 0 if start.commits else self._barren + 1
         if self._stop is not None:  # what ended well after it may have saved, and is not done
             code = _SIGNALLED + self._stop
             self._finish("stopped", code, "start the same command again to go on")

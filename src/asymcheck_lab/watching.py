@@ -7,7 +7,7 @@ its slots, and a root says which attempts were claimed and from where they went 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -148,6 +148,23 @@ class Watch:
         return Standing(
             tuple(lineage), frozenset(listing.committed), frozenset(sealed), dict(parents)
         )
+
+    def claimed_since(self, began_s: float, attempts: Sequence[int]) -> list[int]:
+        """Of attempts that are new in the root those that a start claimed itself: records of
+        earlier ones come back from a tier where the root was lost. All, where none looks newer.
+
+        Args:
+            began_s: Wall-clock time of the start.
+            attempts: Their numbers.
+        """
+        repository = self.repository
+        if repository is None or len(attempts) < 2:
+            return list(attempts)
+
+        def read() -> list[int]:
+            return [n for n in attempts if repository.attempt(n).started_s >= began_s]
+
+        return self._bounded(read, _ANSWER_S, []) or list(attempts)
 
     def mark(self, at: CheckpointId, why: str) -> str:
         """Mark a checkpoint suspect; returns why that failed, empty where it did not."""

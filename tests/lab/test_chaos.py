@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 import asymcheck
 from asymcheck import strategies
 from asymcheck.memory.arena import SHARED_MEMORY, slots_of
-from asymcheck_lab.chaos import ALL_FAULTS, NOT_HERE, ChaosOptions, broken, cases_of
+from asymcheck_lab import chaos_places
+from asymcheck_lab.chaos import ChaosOptions, broken, cases_of
 from asymcheck_lab.chaos_report import groups_of, read_chaos, render, strategies_of
 from asymcheck_lab.chaos_stage import FAULTS, MOMENTS
 from asymcheck_lab.cli import app
@@ -68,7 +69,7 @@ def test_two_cases_are_tried_judged_recorded_and_written_into_the_page(tmp_path:
     page, results = tmp_path / "page.md", tmp_path / "chaos.jsonl"
     page.write_text("# Page\n\n<!-- tried failures: begin -->\n<!-- tried failures: end -->\n")
     done = asymlab(
-        *("chaos", "--faults", "process killed,bit rot,peer killed", "--moments", "commit"),
+        *("chaos", "--faults", "process killed,bit rot,host killed (peers)", "--moments", "commit"),
         *(
             "--strategies",
             "asymcheck",
@@ -82,16 +83,18 @@ def test_two_cases_are_tried_judged_recorded_and_written_into_the_page(tmp_path:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     records = {r["fault"]: r for r in read_chaos(results)}
-    killed, rotten, peer = (records[f] for f in ("process killed", "bit rot", "peer killed"))
+    killed, rotten = (records[f] for f in ("process killed", "bit rot"))
     # The step was whole in shared memory, and only its manifest was missing.
     assert (killed["tier"], killed["resumed_from"]) == ("shared memory", 4)
     assert killed["exact"] == "bit for bit"
     # Host lost, the newest committed step damaged: the one before.
     assert (rotten["tier"], rotten["resumed_from"], rotten["skipped"]) == ("root", 2, 1)
-    assert peer["not_run"]
+    # Host lost, and what its own agent held: from the memory of the other host.
+    lost = records["host killed (peers)"]
+    assert (lost["training"], lost["tier"], lost["exact"]) == ("killed", "peer", "bit for bit")
+    assert lost["resumed_from"] >= 2
     text = page.read_text()
-    assert "2 cases: no promise was broken" in text
-    assert "not run here: " in text
+    assert "3 cases: no promise was broken" in text
     assert list((tmp_path / "d").iterdir()) == []
 
 
@@ -103,8 +106,33 @@ def test_the_quick_matrix_keeps_every_promise(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     records = read_chaos(results)
     assert broken(records) == []
-    assert {r["fault"] for r in records} == set(ALL_FAULTS)
+    assert {r["fault"] for r in records} == set(FAULTS)
     assert {r["strategy"] for r in records} == set(strategies)
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(300)
+def test_a_supervisor_brings_what_a_failure_ended_to_its_end_by_itself(tmp_path: Path) -> None:
+    results = tmp_path / "chaos.jsonl"
+    done = asymlab(
+        *("chaos", "--supervised", "--strategies", "asymcheck", "--moments", "commit,restore"),
+        *("--faults", "process killed,host killed (tier),store outage,network partition"),
+        *("--results", results, "--dir", tmp_path / "d"),
+        timeout_s=280,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = {(r["fault"], r["moment"]): r for r in read_chaos(results)}
+    assert {at: (r["training"], r["tier"], r["starts"]) for at, r in found.items()} == {
+        ("process killed", "commit"): ("killed", "shared memory", 2),
+        ("process killed", "restore"): ("killed", "root", 3),
+        ("host killed (tier)", "commit"): ("killed", "tier", 2),
+        ("host killed (tier)", "restore"): ("killed", "tier", 3),
+        ("store outage", "restore"): ("ended with StoreError", "root", 3),
+        ("network partition", "commit"): ("ended with SupersededWriter", "root", 2),
+    }
+    assert all(r["exact"] == "bit for bit" for r in found.values())
+    assert "`asymlab run` made 2 to 3 starts" in done.stdout
+    assert list((tmp_path / "d").iterdir()) == []
 
 
 def test_a_short_soak_keeps_every_promise_and_leaves_nothing(tmp_path: Path) -> None:
@@ -140,19 +168,38 @@ def others_slots(before: list[Path]) -> set[Path]:
 
 def test_the_full_matrix_has_every_combination_and_the_quick_one_covers_each_axis() -> None:
     full = cases_of(ChaosOptions())
-    assert len(full) == len(set(full)) == len(ALL_FAULTS) * len(strategies) * len(MOMENTS)
+    assert len(full) == len(set(full)) == len(FAULTS) * len(strategies) * len(MOMENTS)
     quick = cases_of(ChaosOptions(quick=True))
     assert set(quick) <= set(full)
     pairs = {(case.fault, case.moment) for case in quick}
-    assert len(pairs) == len(ALL_FAULTS) * len(MOMENTS)
+    assert len(pairs) == len(FAULTS) * len(MOMENTS)
     assert {case.strategy for case in quick} == set(strategies)
     for pair in pairs:
         assert "asymcheck" in {c.strategy for c in quick if (c.fault, c.moment) == pair}
 
 
-def test_what_cannot_be_tried_here_has_a_reason() -> None:
-    assert set(NOT_HERE) | set(FAULTS) == set(ALL_FAULTS)
-    assert all(NOT_HERE.values())
+def test_a_supervisor_gets_the_cases_that_end_a_training() -> None:
+    cases = cases_of(ChaosOptions(supervised=True))
+    assert set(cases) < set(cases_of(ChaosOptions()))
+    by_fault = {fault: {c.moment for c in cases if c.fault == fault} for fault in FAULTS}
+    assert by_fault["persister killed"] == by_fault["peer killed"] == set()
+    assert by_fault["disk full"] == by_fault["store outage"] == {"restore"}
+    assert by_fault["network partition"] == set(MOMENTS) - {"restore"}
+    assert by_fault["host killed (peers)"] == set(MOMENTS)
+
+
+def test_what_cannot_be_tried_here_is_named_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = chaos_places.unavailable()
+    assert set(found) == set(chaos_places.OVER_A_LINK)
+    assert all("the command ip is missing" in why for why in found.values())
+    monkeypatch.setattr(chaos_places, "find_spec", lambda name: None)
+    found = chaos_places.unavailable()
+    assert set(found) == {*chaos_places.OVER_A_LINK, *chaos_places.AMONG_PEERS}
+    assert all("pip install 'asymcheck[peers]'" in why for why in found.values())
+    assert set(found) < set(FAULTS)
 
 
 @pytest.mark.parametrize(

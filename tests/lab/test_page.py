@@ -545,8 +545,11 @@ def test_failures_that_were_tried_stand_on_the_page(tmp_path: Path, bench_record
         "note": "",
     }
     results(folder, [tried], "chaos.jsonl")
+    results(folder, [{**tried, "tier": "tier", "starts": 2}], "chaos-supervised.jsonl")
     write_page([folder], tmp_path / "with")
     reader = _Reader()
     reader.feed((tmp_path / "with" / "index.html").read_text())
     assert "1 case: no promise was broken" in reader.text
     assert "bit rot in commit 1 <killed> root 2 0.50, at most 0.50 bit for bit" in reader.text
+    assert "asymlab run made 2 starts" in reader.text
+    assert "bit rot in commit 1 <killed> tier 2 0.50, at most 0.50 bit for bit" in reader.text

@@ -45,6 +45,8 @@ with open(folder / "starts", "a") as counter:
     counter.write("x")
 number = (folder / "starts").stat().st_size
 plan = starts[min(number, len(starts)) - 1].split()
+if "from-tier" in plan:  # the root was lost, and its run comes back from elsewhere
+    (folder / "root-away").rename(folder / "root")
 repository = create_repository(open_store(str(folder / "root")))
 at = None if "anew" in plan else next(iter(reversed(repository.lineage())), None)
 arena = Arena(repository.run, 0, 1, print)
@@ -84,6 +86,8 @@ for word in plan:
     elif verb == "away":
         (folder / "root").rename(folder / "root-away")
         (folder / "root").write_text("")
+    elif verb == "lost":
+        (folder / "root").rename(folder / "root-away")
     elif verb == "there":
         (folder / "there").write_text("")
     elif verb == "hang":
@@ -181,6 +185,15 @@ def test_a_crash_is_followed_by_a_start_that_resumes_and_the_report_says_from_wh
     assert third["steps_lost"] == 0
     assert "step 3, root" in said
     assert case.steps() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_root_that_was_lost_and_came_back_from_a_tier_is_no_fresh_start(case: Case) -> None:
+    found, said = case.run("train=3 lost kill=9", "from-tier train=1")
+    assert found["outcome"] == "done"
+    second = found["starts"][1]
+    assert second["resumed_from"] == {"step": 3, "attempt": 1}
+    assert (second["attempts"], second["commits"], second["from_nothing"]) == ([2], 1, False)
+    assert "step 3, another tier, or finished meanwhile" in said
 
 
 def test_it_gives_up_with_a_report_after_so_many_restarts(case: Case) -> None:

@@ -638,3 +638,11 @@ def test_a_directory_of_each_host_says_so_in_its_url(tmp_path: Path) -> None:
     assert store.capabilities.scope == "node"
     assert open_store(store.url).capabilities == store.capabilities
     assert open_store(str(tmp_path)).capabilities.scope == "shared"
+
+
+def test_a_wrapped_store_keeps_its_own_options(tmp_path: Path) -> None:
+    inner = f"{tmp_path.as_uri()}?scope=node"
+    for outer, options in (("faulty", "?at=1"), ("throttled+faulty", "?at=1?latency_s=0")):
+        assert open_store(f"{outer}+{inner}{options}").capabilities.scope == "node"
+    again = open_store(open_store(f"faulty+{inner}?op=read&name=*.pack").url)
+    assert again.capabilities.scope == "node"

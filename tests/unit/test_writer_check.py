@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import torch
@@ -29,9 +30,11 @@ class RemoteStore(MemoryStore):
         return super().list(prefix)
 
 
-def saved_once(store: MemoryStore) -> Checkpointer:
+def saved_once(store: MemoryStore, on_error: Literal["raise", "warn"] = "raise") -> Checkpointer:
     model = torch.nn.Linear(4, 4)
-    ckpt = Checkpointer(store, state={"model": model}, every_steps=1, persist="thread")
+    ckpt = Checkpointer(
+        store, state={"model": model}, every_steps=1, persist="thread", on_error=on_error
+    )
     ckpt.restore()
     ckpt.save(1)
     ckpt.wait()
@@ -60,4 +63,14 @@ def test_a_newer_job_on_a_remote_store_is_found_before_anything_is_written() -> 
     with pytest.raises(SupersededWriter, match="attempt 2 was started"):
         ckpt.wait()
     assert sorted(store.list()) == claimed != before
+    ckpt.close()
+
+
+def test_a_newer_job_on_a_remote_store_ends_the_older_one_that_only_warns_of_failures() -> None:
+    store = RemoteStore()
+    ckpt = saved_once(store, on_error="warn")
+    open_repository(store).claim(None)
+    ckpt.save(2)
+    with pytest.raises(SupersededWriter, match="attempt 2 was started"):
+        ckpt.wait()
     ckpt.close()

@@ -239,7 +239,8 @@ def open_store(url: str) -> Store:
     """Open the store that a URL or a plain local path names.
 
     Schemes are entry points of the group ``asymcheck.stores``, so a package can bring its
-    own. In ``outer+inner://…`` the outer scheme wraps the store of the inner URL.
+    own. In ``outer+inner://…`` the outer scheme wraps the store of the inner URL; its own options
+    stand behind the last ``?``, those of the inner one before it.
 
     Raises:
         OptionError: No such scheme is installed; names the nearest.
@@ -255,6 +256,6 @@ def open_store(url: str) -> Store:
             f"found {outer!r}{nearest(outer, known)}"
         )
     factory: StoreFactory = known[outer].load()
-    where, _, query = rest.partition("?")
+    where, _, query = rest.rpartition("?") if inner and "?" in rest else rest.partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     return factory(f"{inner}://{where}" if inner else unquote(where, errors=_NOT_UNICODE), options)
