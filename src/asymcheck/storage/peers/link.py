@@ -108,6 +108,7 @@ class Link:
         self._reading: Line | None = None
         self._reading_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lines: set[Line] = set()
 
     def patience(self) -> Patience:
         """A new bound for one operation."""
@@ -247,13 +248,21 @@ class Link:
             timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
         )
         try:
-            return await greet_as_client(channel, self._secret)
+            line = await greet_as_client(channel, self._secret)
         except BaseException:
             await channel.close()
             raise
+        self._lines.add(line)
+        return line
 
     def _close_soon(self, line: Line) -> None:
-        self._spawn(_close(line))
+        self._spawn(self._close(line))
+
+    async def _close(self, line: Line) -> None:
+        with suppress(LineLost, OSError, TimeoutError, RuntimeError):
+            async with asyncio.timeout(2 * _CLOSE_S):
+                await line.channel.close()  # type: ignore[attr-defined]
+        self._lines.discard(line)
 
     async def _keep_awake(self, line: Line) -> None:
         """The agent lets go of what a silent client holds; this one only has nothing to say."""
@@ -269,8 +278,11 @@ class Link:
 
     async def close(self) -> None:
         """End every connection."""
-        for task in list(self._tasks):
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*map(self._close, list(self._lines)))
         if self._session is not None:
             await self._session.close()
 
@@ -434,12 +446,6 @@ class Opened:
                     except BaseException:
                         self.link._lose_reading(self._line)
                         raise
-
-
-async def _close(line: Line) -> None:
-    with suppress(LineLost, OSError, TimeoutError, RuntimeError):
-        async with asyncio.timeout(2 * _CLOSE_S):
-            await line.channel.close()  # type: ignore[attr-defined]
 
 
 def dump_entries(entries: list[Entry]) -> bytes:
