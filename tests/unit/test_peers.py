@@ -237,6 +237,20 @@ def test_a_claim_that_is_taken_back_does_not_come_again_from_a_host_that_copied_
     assert (shelf.entries(""), shelf.used_bytes) == ([], 0)
 
 
+def test_a_claim_that_is_taken_back_leaves_the_removal_that_it_replaced() -> None:
+    shelf = Shelf(1 << 20)
+    name, digest = "run/attempts/000001", xxhash.xxh3_128_hexdigest(b"mine")
+    removal = Entry(name, 0, "", 0, (2, "w"), False)
+    shelf.remove(removal)
+    incoming = shelf.begin(name, 0)
+    incoming.append(memoryview(b"mine"))
+    held = incoming.seal(4, digest, (3, "w"))
+    assert shelf.put(held, only_new=True)
+    shelf.withdraw(held.entry)  # another agent holds the version that was removed still
+    assert shelf.entries("") == [removal]
+    assert not shelf.wants(Entry(name, 4, digest, 0, (1, "w"), True))
+
+
 def test_removals_are_remembered_in_bounded_memory_and_old_ones_come_from_nobody_again() -> None:
     shelf = Shelf(1 << 20)
     for count in range(1, 20_000):

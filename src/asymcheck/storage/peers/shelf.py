@@ -74,6 +74,8 @@ class Held:
     entry: Entry
     _segments: list[bytes | mmap.mmap]
     _pins: int = 0
+    _removal: Entry | None = None
+    """That of the version before, which counts again where this one is taken back."""
 
     def pieces(self, offset: int, nbytes: int, most: int) -> Iterator[memoryview]:
         """The range in pieces of at most so many bytes; the caller checks that it exists."""
@@ -217,6 +219,7 @@ class Shelf:
         if not stands or (there is not None and there.entry.stamp == stamp):
             self.used_bytes -= held.entry.nbytes
             return stands or not only_new
+        held._removal = self._removed.get(name)
         self._forget(name)
         self._held[name] = held
         self.changes += 1
@@ -254,6 +257,8 @@ class Shelf:
         held = self._held.get(entry.name)
         if held is not None and held.entry == entry:
             self._forget(entry.name)
+            if held._removal is not None:
+                self._removed[entry.name] = held._removal
             self.changes += 1
 
     def wants(self, entry: Entry, but: Incoming | None = None) -> bool:
