@@ -148,6 +148,15 @@ class Trial(Stage):
                 "persisters of the dead trainer end",
             )
 
+    def free_memory(self) -> None:
+        """Let the persister of a dead trainer make durable what was sealed, and free what it keeps:
+        a start that finds the newest checkpoint in shared memory reads no pack.
+        """
+        with self.letting_go():
+            self.until(lambda: not self.sealed(), "what was sealed is durable")
+        self.settle()
+        self.remove_slots()
+
     def hit_a_restore(self) -> set[int]:
         """A training is killed; the failure comes while the next start restores."""
         case = self.case
@@ -159,7 +168,7 @@ class Trial(Stage):
         self.kill(child.pid)
         child.wait(WAIT_S)
         if not persister_dies:
-            self.settle()
+            self.free_memory()
         where = self.where(stops=not persister_dies)
         second = self.fork(lambda say: resume(say, where, case.strategy, WAIT_S))
         if persister_dies:

@@ -185,7 +185,10 @@ class SupervisedTrial(Trial):
         training = self.start()
         self.hear_rest(training)
         first = training.trainer
+        send(training.pid, signal.SIGSTOP)
         self.kill(first)
+        self.free_memory()
+        send(training.pid, signal.SIGCONT)
 
         def reads() -> bool:
             self.hear_rest(training)
