@@ -113,3 +113,13 @@ def forget_cached(folder: Path) -> None:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 finally:
                     os.close(fd)
+
+
+def touch_memory(nbytes: int) -> None:
+    """Use so much memory once and give it back, at most a quarter of what is free.
+
+    The host of a virtual machine may have taken free memory away. Who uses it first then waits
+    for the host, and that would be one system in one round, and not the next.
+    """
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    torch.empty(min(nbytes, free_bytes // 4), dtype=torch.uint8).fill_(1)

@@ -369,6 +369,8 @@ class _Run:
             compare_restored,
             fingerprint_of,
             forget_cached,
+            tensors_of,
+            touch_memory,
         )
 
         spec = self._spec
@@ -388,6 +390,8 @@ class _Run:
         fresh = self._make(_SEED + 1)
         blank = fingerprint_of(fresh)
         forget_cached(Path(spec.folder))
+        # For the page cache, for what a new optimizer makes, and for what a system holds besides.
+        touch_memory(3 * sum(tensor.nbytes for tensor in tensors_of(self._workload).values()))
         self._together()
         begin_s = perf_counter()
         self.system.load(step, self._job(fresh))
