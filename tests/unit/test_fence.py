@@ -21,6 +21,7 @@ class Watching:
     """Watches some tensors until the first fence, and notes it."""
 
     def __init__(self, *tensors: torch.Tensor, own: tuple[torch.optim.Optimizer, ...] = ()) -> None:
+        self._alive = tensors  # else another tensor may get the same memory
         self.storages = frozenset(t.untyped_storage().data_ptr() for t in tensors)
         self.events: list[str] = []
         self.hook = UpdateHook(lambda: self.storages, self.fence, own)
