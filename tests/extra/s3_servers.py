@@ -87,13 +87,13 @@ def moto(folder: Path) -> Process:
     return Process(command, port, folder / "moto.log")
 
 
-def weed(folder: Path) -> Process:
+def weed(folder: Path, gib: int = 1) -> Process:
     master, volume, filer, s3 = free_ports(4)
     data = folder / "data"
     data.mkdir()
     ports = {"master": master, "volume": volume, "filer": filer, "s3": s3}
     command = [str(SCRIPTS / "weed"), "server", f"-dir={data}", "-ip=127.0.0.1", "-s3"]
-    command += ["-ip.bind=127.0.0.1", "-volume.max=4", "-master.volumeSizeLimitMB=256"]
+    command += ["-ip.bind=127.0.0.1", f"-volume.max={4 * gib}", "-master.volumeSizeLimitMB=256"]
     command += [f"-{name}.port={port}" for name, port in ports.items()]
     command += [f"-{name}.port.grpc={port + 10000}" for name, port in ports.items()]
     command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
