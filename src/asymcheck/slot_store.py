@@ -32,7 +32,7 @@ IN_MEMORY = "shared memory"
 """How this place is spoken of."""
 
 _READERS = 4
-_STRIDE_BYTES = 256 << 10  # what was copied is hashed while the nearest cache has it
+_STRIDE_BYTES = 1 << 20  # what was copied is hashed while a cache has it; less wakes threads more
 
 
 class SlotStore(MemoryStore):
