@@ -129,7 +129,7 @@ def decide(
     slots = list(_slots(hierarchy, directory))
     held = [s.remnant.at for s in slots if s.fate == "persisted" and s.remnant.at]
     newest = max(held, default=None)
-    candidates = [Candidate(at, why) for at, why in sorted(passed, reverse=True)]
+    candidates = [Candidate(at, why) for at, why, _ in sorted(passed, reverse=True)]
     if (read := _read_in_slots(hierarchy, step, directory)) is not None:
         at, why, given = read
         if not why:

@@ -31,7 +31,7 @@ from asymcheck.planning.selection import Fidelity
 from asymcheck.planning.strategies import Strategy
 from asymcheck.planning.tiers import HasUrl, Tier
 from asymcheck.ranks import Announcement, alike
-from asymcheck.recovery import RestoreReport, TornRestore, restore
+from asymcheck.recovery import LEFT_TORN, RestoreReport, restore
 from asymcheck.slot_start import InSlots
 from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.store import Store
@@ -195,6 +195,7 @@ class Checkpointer(RootWriter):
         Raises:
             NoCheckpoint: None is there, with ``resume="must"`` or a ``step``.
             CorruptCheckpoint: There are checkpoints and none is whole.
+            StoreError: There are some, none could be loaded, and one cannot be read now.
             IncompatibleCheckpoint: It does not match the live state; nothing was changed.
             RankFailed: Another rank could not.
         """
@@ -220,7 +221,7 @@ class Checkpointer(RootWriter):
                 how = (step, strict, dtype_policy == "cast", on_world_change)
                 self.report = self._load_nearest(hierarchy, *how)
             except CheckpointError as failure:
-                self._torn = torn or isinstance(failure, TornRestore)
+                self._torn = torn or isinstance(failure, LEFT_TORN)
                 absent = isinstance(failure, NoCheckpoint)
                 if not absent or step is not None or resume == "must" or self._read_only:
                     raise

@@ -16,7 +16,7 @@ from asymcheck.handover import left_over, take_over
 from asymcheck.outcomes import warn
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.ranks import Ranks
-from asymcheck.recovery import RestoreReport, TornRestore
+from asymcheck.recovery import LEFT_TORN, RestoreReport
 from asymcheck.slot_choice import choose_slots
 from asymcheck.slot_store import SlotStore, hierarchy_of
 from asymcheck.storage.copies import BadCopy, Served
@@ -160,11 +160,11 @@ class SlotStart:
         memory = hierarchy_of(slots, hierarchy.run)
         try:
             report = load(memory, False)
-        except CorruptCheckpoint as failure:
+        except (CorruptCheckpoint, StoreError) as failure:
             slots.close()
             warn(f"what a dead trainer left in shared memory was passed over: {failure}")
             notes = memory.copies.notes
-            torn = isinstance(failure, TornRestore)
+            torn = isinstance(failure, LEFT_TORN)
             met = list(notes.served.values()), list(notes.bad.values())
             self._in_slots = InSlots(torn, *met)
             return None
