@@ -136,8 +136,8 @@ def restore(
         NoCheckpoint: There is none (of that step), and live state is as it was.
         CorruptCheckpoint: There are some and none is whole; ``TornRestore`` when live state
             was overwritten in part, on this rank or on another.
-        StoreError: No place can be listed; or none could be loaded, and one that may be whole cannot
-            be read now; ``UnfinishedRestore`` when live state was overwritten in part.
+        StoreError: No place can be listed; or none could be loaded, and one that may be whole
+            cannot be read now; ``UnfinishedRestore`` when live state was overwritten in part.
         IncompatibleCheckpoint: It does not match, on this rank or on another; nothing was changed.
     """
     start_s = perf_counter()
@@ -206,7 +206,7 @@ def restore(
 def _none_loaded(
     hierarchy: Hierarchy, skipped: Sequence[tuple[int, str, bool]], torn: bool
 ) -> CheckpointError:
-    """What to raise where none could be loaded: damage is what arrived and was wrong, nothing else."""
+    """What to raise where none could be loaded: damage is only what arrived and was wrong."""
     lines = [f"none of {len(skipped)} checkpoints could be loaded:"]
     lines += [f"  step {passed}: {why}" for passed, why, _ in skipped]
     lines += [

@@ -454,6 +454,6 @@ def test_a_damaged_checkpoint_beside_one_out_of_reach_is_still_told_as_out_of_re
     store = FaultyStore(home)
     with Checkpointer(store, state=state(0.0), persist="thread") as ckpt:
         store.fault = Fault(op="read", name=pack_name(CheckpointId(1, 1), 0, 1), times=0)
-        with pytest.raises(StoreError, match="(?s)step 2: .*hash of .*step 1: .*Input/output"):
+        with pytest.raises(StoreError, match=r"(?s)step 2: .*hash of .*step 1: .*Input/output"):
             ckpt.restore()
         store.fault = Fault(do="none")

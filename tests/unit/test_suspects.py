@@ -185,7 +185,7 @@ def assert_it_starts_or_says_why(repository: Repository, left: list[int]) -> Non
 
     candidates, passed = _look(repository, None)
     assert [at.step for at in candidates] == left[::-1]
-    assert candidates or all("marked suspect" in why for _, why in passed)
+    assert candidates or all("marked suspect" in why for _, why, _ in passed)
 
 
 # --- the command line --------------------------------------------------------
