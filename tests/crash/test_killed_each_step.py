@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 
 from asymcheck import Checkpointer, Strategy, Tier
 from asymcheck.device.snapshot import LazyCopy
+from asymcheck.errors import CheckpointWarning
 from asymcheck.keeping import Keeper
 from asymcheck.memory.arena import SHARED_MEMORY, slots_of
 from asymcheck.planning.cadence import EverySteps
@@ -111,6 +113,8 @@ def check(root: Path, owner: Any, name: str, when: str, *, tier: bool, in_memory
     assert max(digests) in (KILLED_IN, KILLED_IN + 1)
 
     def again(say: Say) -> None:
+        # The persister that lived on may free a slot while the start looks at it: it says so.
+        warnings.simplefilter("ignore", CheckpointWarning)
         job = Job(root, tier, in_memory)
         say([job.step, job.digest()])
         job.update()
