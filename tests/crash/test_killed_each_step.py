@@ -110,7 +110,8 @@ def check(root: Path, owner: Any, name: str, when: str, *, tier: bool, in_memory
     first = Child(work).wait()
     assert first.was_killed, f"{name} was never called"
     digests = dict(first.said)
-    assert max(digests) in (KILLED_IN, KILLED_IN + 1)
+    done = max(KILLED_IN, *digests)  # a thread may kill before that step is told of
+    assert done <= KILLED_IN + 1
 
     def again(say: Say) -> None:
         # The persister that lived on may free a slot while the start looks at it: it says so.
@@ -123,7 +124,7 @@ def check(root: Path, owner: Any, name: str, when: str, *, tier: bool, in_memory
         say(job.checkpointer.steps())
 
     (step, digest), steps = Child(again).wait().check()
-    assert step >= max(digests) - 1
+    assert step >= done - 1
     assert digest == digests[step]
     assert steps[-1] == step + 1
     assert not list(slots_of(SHARED_MEMORY, open_repository(open_store(str(root / "home"))).run))
