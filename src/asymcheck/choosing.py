@@ -10,9 +10,9 @@ from asymcheck.storage.suspects import spoken_mark
 
 def choose_from(
     hierarchy: Hierarchy, listing: Listing, step: int | None
-) -> tuple[list[CheckpointId], list[tuple[CheckpointId, str]]]:
+) -> tuple[list[CheckpointId], list[tuple[CheckpointId, str, bool]]]:
     """What may be restored, best first; and what is suspect or damaged and would have been better,
-    each with why. Blocks.
+    each with why, and whether a medium that may have it whole cannot be reached. Blocks.
 
     A suspect is among the first where it is asked for: so one can find out what is wrong with it.
 
@@ -24,12 +24,12 @@ def choose_from(
     candidates = _candidates(hierarchy, listing, step)
     newest = candidates[0] if candidates else CheckpointId(0, 0)
     suspects = [
-        (at, spoken_mark(hierarchy.copies, at))
+        (at, spoken_mark(hierarchy.copies, at), False)
         for at in sorted(listing.suspects)
         if step is None and at > newest
     ]
     damaged = [
-        (d.at, d.why)
+        (d.at, d.why, d.unread)
         for d in listing.damaged
         if (d.at > newest if step is None else d.at.step == step)
     ]

@@ -10,16 +10,18 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ParamSpec
 
 import typer
 
 from asymcheck.errors import CheckpointError, OptionError
 from asymcheck.planning.retention import CheckpointId
+from asymcheck.planning.tiers import Tier, spoken_url
 from asymcheck.rendering import plain, prepare_streams, show_line
+from asymcheck.storage.copies import Place
 from asymcheck.storage.repository import Repository, open_repository
-from asymcheck.storage.store import open_store
+from asymcheck.storage.store import Store, open_store
 
 P = ParamSpec("P")
 
@@ -56,6 +58,15 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
 def open_root(root: str) -> Repository:
     """The repository that a user names."""
     return open_repository(open_store(root))
+
+
+def places_of(store: Store, tiers: Sequence[str]) -> list[Place]:
+    """The root and further places that a user names, nearest first; only the root must answer."""
+    further = [Tier(url) for url in tiers]
+    return [
+        Place(spoken_url(store.url), store),
+        *(Place(t.label, open_store(str(t.url)), must_answer=False) for t in further),
+    ]
 
 
 def ask(question: str, done: str) -> None:

@@ -16,6 +16,7 @@ from asymcheck.cli_base import (
     Root,
     ask,
     id_json,
+    places_of,
     print_json,
     reported,
 )
@@ -29,10 +30,9 @@ from asymcheck.nearest import (
     check_tiers,
     decide,
 )
-from asymcheck.planning.tiers import Tier, spoken_url
 from asymcheck.rendering import count_text, plain, show_line, size_text
 from asymcheck.repair import plan_repair, repair
-from asymcheck.storage.copies import BadCopy, Place
+from asymcheck.storage.copies import BadCopy
 from asymcheck.storage.healing import Healed
 from asymcheck.storage.repository import open_repository
 from asymcheck.storage.store import Store, open_store
@@ -72,7 +72,7 @@ def recover(
     exit status is 1 when no checkpoint is whole.
     """
     store = open_store(root)
-    places = _places(store, tier or [])
+    places = places_of(store, tier or [])
     decision = decide(places, step, timeout)
     if not as_json:
         _print(decision)
@@ -106,7 +106,7 @@ def verify_tiers(
     if not tiers:
         raise OptionError("heal: expected --tier, a place that has whole copies, found none")
     store = open_store(root)
-    found = check_tiers(_places(store, tiers), step, mend=mend)
+    found = check_tiers(places_of(store, tiers), step, mend=mend)
     if as_json:
         print_json(
             root=store.url,
@@ -135,14 +135,6 @@ def _print_check(found: TierCheck) -> None:
             show_line(f"  {_bad(copy)}")
     _print_healed(found.healed)
     show_line(f"{count_text(len(found.steps), 'step')} read in every place that has them")
-
-
-def _places(store: Store, tiers: Sequence[str]) -> list[Place]:
-    further = [Tier(url) for url in tiers]
-    return [
-        Place(spoken_url(store.url), store),
-        *(Place(t.label, open_store(str(t.url)), must_answer=False) for t in further),
-    ]
 
 
 def _finish_slots(store: Store, grace_s: float) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, TypeVar
 
 from asymcheck.encoding import GroupReport
+from asymcheck.errors import CheckpointError
 from asymcheck.messages import Durable
 from asymcheck.tiering import TierState
 
@@ -118,6 +119,14 @@ class Handle:
     step: int
     captured: Future[None]
     durable: Future[SaveReport]
+
+
+def failed_handle(step: int, failure: CheckpointError) -> Handle:
+    """The handle of a save that failed before there was anything to wait for."""
+    handle = Handle(step, Future(), Future())
+    handle.captured.set_exception(failure)
+    handle.durable.set_exception(failure)
+    return handle
 
 
 def report_of(found: Durable, eager_bytes: int, step_stall_s: float, capture: How) -> SaveReport:

@@ -122,14 +122,14 @@ def decide(
         OptionError: They hold different ones.
         StoreError: The root cannot be read.
     """
-    hierarchy = Hierarchy(places, _one_run(places), limit_s)
+    hierarchy = Hierarchy(places, one_run(places), limit_s)
     listing = hierarchy.survey()
     wanted, passed = choose_from(hierarchy, listing, step)
     sizes = hierarchy.copies.sizes()  # before anything is read, which may take long
     slots = list(_slots(hierarchy, directory))
     held = [s.remnant.at for s in slots if s.fate == "persisted" and s.remnant.at]
     newest = max(held, default=None)
-    candidates = [Candidate(at, why) for at, why in sorted(passed, reverse=True)]
+    candidates = [Candidate(at, why) for at, why, _ in sorted(passed, reverse=True)]
     if (read := _read_in_slots(hierarchy, step, directory)) is not None:
         at, why, given = read
         if not why:
@@ -190,7 +190,7 @@ def check_tiers(
         OptionError: They hold different runs.
         StoreError: The root cannot be read.
     """
-    hierarchy = Hierarchy(places, _one_run(places), limit_s)
+    hierarchy = Hierarchy(places, one_run(places), limit_s)
     listing = hierarchy.survey()
     named = [*listing.committed, *(found.at for found in listing.damaged)]
     steps = sorted({at.step for at in named if step in (None, at.step)})
@@ -243,7 +243,14 @@ def bring_home(decision: Decision) -> list[Healed]:
     return done
 
 
-def _one_run(places: Sequence[Place]) -> str:
+def one_run(places: Sequence[Place]) -> str:
+    """The run whose copies some places hold; blocks.
+
+    Raises:
+        NoCheckpoint: No place holds a run.
+        OptionError: They hold different ones.
+        StoreError: None that can be read holds one.
+    """
     runs: dict[str, str] = {}
     failure: CheckpointError | None = None
     for place in places:

@@ -243,8 +243,7 @@ def write_checkpoint(
         sink(Span(Stage.WRITE, at.step, batch.start_s, batch.duration_s, batch.nbytes))
 
     try:
-        if repository.store.capabilities.durability == "replicated":
-            repository.check_writer(at.attempt)  # the training thread did not ask it
+        repository.check_writer(at.attempt)  # the training thread does not: it would wait
         _check_room(repository, capture)
         with timed(sink, Stage.FLUSH, at.step, capture.raw_bytes):
             flushed = flush(

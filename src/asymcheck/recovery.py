@@ -27,7 +27,7 @@ from asymcheck.events import Stage, timed
 from asymcheck.filling import Filling
 from asymcheck.garbage import put_off
 from asymcheck.planning.retention import CheckpointId
-from asymcheck.settling import DAMAGED, GONE, WELL, WRONG, Exchange, Found, Look, Settling
+from asymcheck.settling import DAMAGED, GONE, UNREAD, WELL, WRONG, Exchange, Found, Look, Settling
 from asymcheck.storage.copies import BadCopy, Served
 from asymcheck.storage.healing import Healed
 from asymcheck.storage.hierarchy import Hierarchy
@@ -85,6 +85,14 @@ class TornRestore(CorruptCheckpoint):
     """Damage was met after live state had been overwritten, and nothing else could be loaded."""
 
 
+class UnfinishedRestore(StoreError):
+    """A medium failed after live state had been overwritten, and nothing else could be loaded."""
+
+
+LEFT_TORN = (TornRestore, UnfinishedRestore)
+"""What says that live state was overwritten in part."""
+
+
 @put_off()
 def restore(
     hierarchy: Hierarchy,
@@ -128,6 +136,8 @@ def restore(
         NoCheckpoint: There is none (of that step), and live state is as it was.
         CorruptCheckpoint: There are some and none is whole; ``TornRestore`` when live state
             was overwritten in part, on this rank or on another.
+        StoreError: No place can be listed; or none could be loaded, and one that may be whole
+            cannot be read now; ``UnfinishedRestore`` when live state was overwritten in part.
         IncompatibleCheckpoint: It does not match, on this rank or on another; nothing was changed.
     """
     start_s = perf_counter()
@@ -157,10 +167,10 @@ def restore(
                     # A writer beside us removed it since we looked: then newer ones are there.
                     candidates, skipped = ranks.first(look)
                 else:
-                    skipped.append((at.step, found.why))
+                    skipped.append((at.step, found.why, False))
                 continue
-            if found.kind == DAMAGED:
-                skipped.append((at.step, found.why))
+            if found.kind in (DAMAGED, UNREAD):
+                skipped.append((at.step, found.why, found.kind == UNREAD))
                 continue
             if found.kind == WRONG:
                 if not torn:
@@ -171,9 +181,12 @@ def restore(
             if found.kind != WELL:
                 raise _torn_by(at, found.why) from found.own
         report = loading.report
-        for passed, why in skipped:
-            is_mark = why.startswith(MARKED)
-            fate = "was passed over" if is_mark else "is damaged and was passed over"
+        for passed, why, unread in skipped:
+            fate = (
+                "cannot be read and was passed over" if unread else "is damaged and was passed over"
+            )
+            if why.startswith(MARKED):
+                fate = "was passed over"
             _warn(f"checkpoint of step {passed} {fate}: {why}")
         if report.world_change:
             _warn(f"checkpoint of step {at.step} was {report.world_change}")
@@ -184,17 +197,30 @@ def restore(
             attempt=at.attempt,
             restored_bytes=loading.restored_bytes,
             duration_s=perf_counter() - start_s,
-            skipped=tuple(skipped),
+            skipped=tuple((passed, why) for passed, why, _ in skipped),
             **_notes_of(hierarchy),
         )
-    lines = "\n".join(f"  step {passed}: {why}" for passed, why in skipped)
-    message = f"none of {len(skipped)} checkpoints could be loaded:\n{lines}"
+    raise _none_loaded(hierarchy, skipped, torn)
+
+
+def _none_loaded(
+    hierarchy: Hierarchy, skipped: Sequence[tuple[int, str, bool]], torn: bool
+) -> CheckpointError:
+    """What to raise where none could be loaded: damage is only what arrived and was wrong."""
+    lines = [f"none of {len(skipped)} checkpoints could be loaded:"]
+    lines += [f"  step {passed}: {why}" for passed, why, _ in skipped]
+    lines += [
+        f"tier {tier} may have them whole, but cannot be read: {why}"
+        for tier, why in hierarchy.copies.notes.unreachable.items()
+    ]
     if torn:
-        raise TornRestore(
-            hierarchy.spoken,
-            f"{message}\nThe live state was overwritten in part: build it anew before training.",
-        )
-    raise CorruptCheckpoint(hierarchy.spoken, message)
+        lines.append("The live state was overwritten in part: build it anew before training.")
+    if not any(unread for _, _, unread in skipped):
+        kind = TornRestore if torn else CorruptCheckpoint
+        return kind(hierarchy.spoken, "\n".join(lines))
+    lines.append("What cannot be read may be whole: restore again once it can be reached.")
+    message = f"{hierarchy.spoken}: " + "\n".join(lines)
+    return (UnfinishedRestore if torn else StoreError)(message, retryable=True)
 
 
 def _torn_by(at: CheckpointId | None, what: str) -> TornRestore:
@@ -224,7 +250,7 @@ def _look(hierarchy: Hierarchy, step: int | None) -> Look:
     candidates, passed = choose_from(hierarchy, listing, step)
     if not candidates and not passed:
         raise NoCheckpoint(_none_there(hierarchy, listing, step))
-    return candidates, [(at.step, why) for at, why in passed]
+    return candidates, [(at.step, why, unread) for at, why, unread in passed]
 
 
 def _none_there(hierarchy: Hierarchy, listing: Listing, step: int | None) -> str:
@@ -293,8 +319,10 @@ class _Loading:
             work()
         except NoCheckpoint as failure:
             return Found(GONE, str(failure), self.touched, failure)
-        except (CorruptCheckpoint, StoreError) as failure:
+        except CorruptCheckpoint as failure:
             return Found(DAMAGED, str(failure), self.touched, failure)
+        except StoreError as failure:
+            return Found(UNREAD, str(failure), self.touched, failure)
         except Exception as failure:  # noqa: BLE001  the caller raises it, on all ranks
             why = str(failure) if isinstance(failure, CheckpointError) else repr(failure)
             return Found(WRONG, why, self.touched, failure)

@@ -31,7 +31,7 @@ from asymcheck.planning.selection import Fidelity
 from asymcheck.planning.strategies import Strategy
 from asymcheck.planning.tiers import HasUrl, Tier
 from asymcheck.ranks import Announcement, alike
-from asymcheck.recovery import RestoreReport, TornRestore, restore
+from asymcheck.recovery import LEFT_TORN, RestoreReport, restore
 from asymcheck.slot_start import InSlots
 from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.store import Store
@@ -195,6 +195,7 @@ class Checkpointer(RootWriter):
         Raises:
             NoCheckpoint: None is there, with ``resume="must"`` or a ``step``.
             CorruptCheckpoint: There are checkpoints and none is whole.
+            StoreError: There are some, none could be loaded, and one cannot be read now.
             IncompatibleCheckpoint: It does not match the live state; nothing was changed.
             RankFailed: Another rank could not.
         """
@@ -220,7 +221,7 @@ class Checkpointer(RootWriter):
                 how = (step, strict, dtype_policy == "cast", on_world_change)
                 self.report = self._load_nearest(hierarchy, *how)
             except CheckpointError as failure:
-                self._torn = torn or isinstance(failure, TornRestore)
+                self._torn = torn or isinstance(failure, LEFT_TORN)
                 absent = isinstance(failure, NoCheckpoint)
                 if not absent or step is not None or resume == "must" or self._read_only:
                     raise
@@ -311,7 +312,7 @@ class Checkpointer(RootWriter):
                 self._snapshotter.prepare()
                 self._snapshotter.between_saves()
             return None
-        return self._save(step, metrics, self._strategy.admission.when_full)
+        return self._save(step, metrics, self._strategy.admission.when_full, is_asked=False)
 
     def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> Handle:
         """Save the state after update ``step``, whatever the cadence says.
@@ -329,14 +330,15 @@ class Checkpointer(RootWriter):
 
         Raises:
             StateError: Something in the state cannot be saved; nothing was written.
-            SupersededWriter: Another job has claimed the root.
+            SupersededWriter: Another job has claimed the root, as an earlier save found out.
+            StoreError: No attempt can be claimed; nothing was written.
             CheckpointError: A background failure since the latest call.
         """
         self._check_open()
         self._note_step(options.a_step(step))
         self._surface_errors()
         self._agreed.hear(step)
-        handle = self._save(step, metrics, "wait")
+        handle = self._save(step, metrics, "wait", is_asked=True)
         assert handle is not None
         return handle
 
@@ -345,6 +347,8 @@ class Checkpointer(RootWriter):
         step: int,
         metrics: Mapping[str, Any] | None,
         when_full: Literal["wait", "skip", "raise"],
+        *,
+        is_asked: bool,
     ) -> Handle | None:
         self._check_open()
         if self._read_only:
@@ -359,16 +363,19 @@ class Checkpointer(RootWriter):
         if leaving is not None:
             when_full = "wait"
             self._wait_for_pending(self._grace_s)
-        self._take_attempt(step, self._timekeeper.last_step)
-        if self._tracer is not None:
-            self._tracer.cadence = self.cadence_report
-        handle = self._capture(step, numbers, when_full)
-        if handle is None:
-            return None
+        handle = self._lost(step, self._timekeeper.last_step, is_asked=is_asked)
+        if handle is not None:
+            self._timekeeper.note_lost()
+        else:
+            if self._tracer is not None:
+                self._tracer.cadence = self.cadence_report
+            handle = self._capture(step, numbers, when_full)
+            if handle is None:
+                return None
+            self._timekeeper.note_save(step)
         self._outcomes.pending.append(handle)
-        self._timekeeper.note_save(step)
         if self._strategy.persist == "before":
-            self._capturing().fence()
+            self.fence()
             wait_futures([handle.durable])
             self._surface_errors()
         if leaving is not None:

@@ -17,11 +17,12 @@ def _alone(what: str, mine: Any) -> list[Any]:  # noqa: ANN401
     return [mine]
 
 
-WELL, GONE, DAMAGED, WRONG = "well", "gone", "damaged", "wrong"
+WELL, GONE, DAMAGED, UNREAD, WRONG = "well", "gone", "damaged", "unread", "wrong"
 
 
-Look = tuple[list[CheckpointId], list[tuple[int, str]]]
-"""Checkpoints to try, best first; steps of damaged ones, each with why."""
+Look = tuple[list[CheckpointId], list[tuple[int, str, bool]]]
+"""Checkpoints to try, best first; steps of those that are passed over, each with why, and whether
+that is because a medium cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Found:
     """How one try ended, on one rank or on all.
 
     Attributes:
-        kind: Well; or the checkpoint is gone; or damaged; or something else is wrong.
+        kind: Well; or the checkpoint is gone; or damaged; or a medium that may have it whole cannot
+            be read; or something else is wrong.
         why: In words.
         touched: Whether live state was overwritten.
         own: What this rank raised.
@@ -59,7 +61,7 @@ class Settling:
         """What rank 0 sees.
 
         Args:
-            look: What may be restored, best first, and what is damaged, each with why.
+            look: What may be restored, best first, and what is passed over.
 
         Raises:
             NoCheckpoint: Rank 0 sees none.
@@ -85,7 +87,7 @@ class Settling:
                 del own  # its traceback knows this frame, which would keep all above it alive
         return (
             [CheckpointId(*at) for at in first["candidates"]],
-            [(passed, why) for passed, why in first["damaged"]],
+            [(passed, why, unread) for passed, why, unread in first["damaged"]],
         )
 
     def settle(self, what: str, mine: Found, at: CheckpointId) -> Found:
@@ -93,7 +95,7 @@ class Settling:
         said = [mine.kind, mine.why, mine.touched]
         told = [Found(*other) for other in self._exchange(f"{what} of step {at.step}", said)]
         kinds = [found.kind for found in told]
-        kind = next(k for k in (WRONG, GONE, DAMAGED, WELL) if k in kinds)
+        kind = next(k for k in (WRONG, GONE, UNREAD, DAMAGED, WELL) if k in kinds)
         worst = kinds.index(kind)
         why = told[worst].why
         if self._world > 1 and kind != WELL:

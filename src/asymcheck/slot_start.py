@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from asymcheck.handover import left_over, take_over
 from asymcheck.outcomes import warn
 from asymcheck.planning.retention import CheckpointId, Retention
 from asymcheck.ranks import Ranks
-from asymcheck.recovery import RestoreReport, TornRestore
+from asymcheck.recovery import LEFT_TORN, RestoreReport
 from asymcheck.slot_choice import choose_slots
 from asymcheck.slot_store import SlotStore, hierarchy_of
 from asymcheck.storage.copies import BadCopy, Served
@@ -159,11 +160,11 @@ class SlotStart:
         memory = hierarchy_of(slots, hierarchy.run)
         try:
             report = load(memory, False)
-        except CorruptCheckpoint as failure:
+        except (CorruptCheckpoint, StoreError) as failure:
             slots.close()
             warn(f"what a dead trainer left in shared memory was passed over: {failure}")
             notes = memory.copies.notes
-            torn = isinstance(failure, TornRestore)
+            torn = isinstance(failure, LEFT_TORN)
             met = list(notes.served.values()), list(notes.bad.values())
             self._in_slots = InSlots(torn, *met)
             return None
@@ -210,20 +211,24 @@ class SlotStart:
         take_over(self._existing(), *how, rank=self._ranks.rank)
 
     def _claim_if_over(self) -> None:
-        """With one rank: claim an attempt as soon as that does not block."""
+        """With one rank: claim an attempt as soon as nothing has to be waited for. Where the store
+        fails the next save tries again, and tells.
+        """
         finishing = self._finishing
         if finishing is None or self._ranks.world > 1 or not finishing.is_over:
             return
-        if not _is_left(self._existing().run, finishing.at):
-            self._claim_behind()
+        if not finishing.has_failed and not _is_left(self._existing().run, finishing.at):
+            with suppress(StoreError):
+                self._claim_behind()
 
     def _claim_behind(self) -> None:
         """Wait until what was read out of shared memory is durable, and claim an attempt that goes
         on from it; blocks. All ranks call it alike; without such a start it does nothing.
 
         Raises:
-            StoreError: It could not be made durable. It stays where it is, and the next call tries
-                again: an attempt that was claimed now would leave it behind.
+            StoreError: It could not be made durable, or none be claimed; on all ranks. It stays
+                where it is, and the next call tries again: an attempt that was claimed now would
+                leave it behind.
         """
         finishing = self._finishing
         if finishing is None:
@@ -232,22 +237,27 @@ class SlotStart:
             finishing.again()
 
         def end() -> list[Any]:
-            said = finishing.outcome()
-            return [said, _is_left(self._existing().run, finishing.at)]
+            said, why = [], ""
+            try:
+                said = finishing.outcome()
+            except StoreError as failure:
+                why = str(failure)
+            return [said, why, bool(why) or _is_left(self._existing().run, finishing.at)]
 
+        finishing.has_failed = True  # until all is done
+        at = finishing.at
         told = self._ranks.each("making durable what was in memory", end, self._grace_s)
         for message in told[self._ranks.rank][0]:
             warn(message)
-        if any(left for _, left in told):
-            finishing.has_failed = True
-            at = finishing.at
+        if any(left for _, _, left in told):
+            why = next((f" ({why})" for _, why, _ in told if why), "")
             raise StoreError(
                 f"step {at.step} (attempt {at.attempt}) was restored out of shared memory and "
-                f"could not be made durable yet: it stays there, and the next save tries again",
+                f"could not be made durable yet{why}: it stays there, the next save tries again",
                 retryable=True,
             )
+        self._start_attempt(at)
         self._finishing = None
-        self._start_attempt(finishing.at)
         self._capturing()  # a persister that is started now is there at the first save
 
     def _end_behind(self) -> None:

@@ -76,6 +76,12 @@ class Timekeeper:
         self._last_save_s = self._clock()
         self._saved = True
 
+    def note_lost(self) -> None:
+        """A save was due and could not begin: the time to the next one counts from now. Training
+        goes on after the one before.
+        """
+        self._last_save_s = self._clock()
+
     def note_durable(self, report: SaveReport) -> None:
         """A save is durable.
 

@@ -21,6 +21,7 @@ from asymcheck.errors import (
     nearest,
 )
 from asymcheck.planning.retention import CheckpointId, Retention, abandoned_by, lineage_of
+from asymcheck.storage.hierarchy import Hierarchy
 from asymcheck.storage.index import TREE_KEY, Index
 from asymcheck.storage.listing import Damage, Listing
 from asymcheck.storage.manifest import Manifest
@@ -109,7 +110,7 @@ def why_of(damage: Damage) -> str:
 
 
 def choose(
-    repository: Repository, listing: Listing, step: int | None, attempt: int | None
+    hierarchy: Hierarchy, listing: Listing, step: int | None, attempt: int | None
 ) -> CheckpointId:
     """The checkpoint asked for; of several, the one that ``restore`` would load.
 
@@ -123,7 +124,7 @@ def choose(
     def wanted(at: CheckpointId) -> bool:
         return step in (None, at.step) and attempt in (None, at.attempt)
 
-    sources = [repository.lineage(listing), sorted(listing.committed)]
+    sources = [hierarchy.lineage(listing), sorted(listing.committed)]
     if step is not None and attempt is not None:
         sources.append(list(listing.foreign))
     for source in sources:
@@ -132,11 +133,11 @@ def choose(
     for damage in listing.damaged:
         if (step, attempt) != (None, None) and wanted(damage.at):
             raise CorruptCheckpoint(say(damage.at), why_of(damage))
-    raise none_such(repository, listing, step, attempt)
+    raise none_such(hierarchy, listing, step, attempt)
 
 
 def none_such(
-    repository: Repository, listing: Listing, step: int | None, attempt: int | None
+    hierarchy: Hierarchy, listing: Listing, step: int | None, attempt: int | None
 ) -> NoCheckpoint:
     """The error that says what is there instead."""
     what = "checkpoint" if step is None else f"checkpoint of step {step}"
@@ -149,7 +150,7 @@ def none_such(
         there = f"attempts {sorted({at.attempt for at in listing.committed})} have some"
     else:
         there = "there is none of this run"
-    return NoCheckpoint(f"{repository.store.url}: there is no {what}{of}; {there}")
+    return NoCheckpoint(f"{hierarchy.spoken}: there is no {what}{of}; {there}")
 
 
 def examine(

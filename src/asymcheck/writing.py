@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from asymcheck.errors import (
     StoreError,
 )
 from asymcheck.garbage import put_off
-from asymcheck.handles import Handle
+from asymcheck.handles import Handle, failed_handle
 from asymcheck.handover import take_over
 from asymcheck.memory.arena import SHARED_MEMORY, Arena
 from asymcheck.mending import in_words, mend
@@ -215,24 +214,26 @@ class RootWriter(SlotStart):
         failed: list[CheckpointError] = []
 
         def claim() -> list[Any]:
-            number, why = None, ""
+            number, why, is_medium = None, "", False
             try:
                 number = self._at_start.claim(self._existing(), parent).number
             except CheckpointError as failure:
                 failed.append(failure)
-                why = f"{type(failure).__name__}: {failure}"
+                why = f"claiming the root: rank 0 failed: {type(failure).__name__}: {failure}"
+                is_medium = isinstance(failure, StoreError)
             claims = [dump_attempt(c).decode() for c in self._existing().claims]
-            return [number, why, claims, [tier.label for tier, _ in self._at_start.reached]]
+            reached = [tier.label for tier, _ in self._at_start.reached]
+            return [number, why, is_medium, claims, reached]
 
-        number, why, claims, reached = self._ranks.first("claiming the root", claim)
+        told = self._ranks.first("claiming the root", claim)
+        number, why, is_medium, claims, reached = told
         # Also of a claim that failed: its record may be there, and is no other job's.
         self._existing().claims[:] = [parse_attempt(c.encode(), "claim") for c in claims]
         if number is None:
-            raise (
-                failed.pop()
-                if failed
-                else RankFailed((0,), f"claiming the root: rank 0 failed: {why}")
-            )
+            if failed:
+                raise failed.pop()
+            # A medium that fails is no rank that does: all may go on, and try again.
+            raise StoreError(why, retryable=True) if is_medium else RankFailed((0,), why)
         self._attempt = number
         if self._ranks.world > 1:
             self._find_claim(number, reached)
@@ -276,11 +277,22 @@ class RootWriter(SlotStart):
             self._settle(None)
             before = self._ranks.first("branching", lambda: self._before(step))
             self._start_attempt(CheckpointId(*before))
+        elif self._snapshotter is None:
+            # Else the persister asks, before it writes: no step waits for a store.
+            asked = partial(self._existing().check_writer, self._attempt)
+            self._ranks.first("looking for a newer job", asked)
 
-    def _check_writer(self, attempt: int) -> None:
-        # A remote store answers late: there the persister asks, before it writes.
-        if self._store.capabilities.durability != "replicated":
-            self._existing().check_writer(attempt)
+    def _lost(self, step: int, last_step: int, *, is_asked: bool) -> Handle | None:
+        """Have an attempt to save under. Where the store fails a save that nobody asked for ends no
+        training: its handle says so, as of one that fails later; all ranks get one, or none.
+        """
+        try:
+            self._take_attempt(step, last_step)
+        except StoreError as failure:
+            if is_asked or not (self._ranks.world == 1 or self._finishing is not None):
+                raise
+            return failed_handle(step, failure)
+        return None
 
     def _refuse_other_checkpoints(self) -> None:
         found = self._existing().survey().committed
@@ -378,7 +390,6 @@ class RootWriter(SlotStart):
         at = CheckpointId(attempt, step)
 
         def capture(how: Literal["wait", "skip", "raise"]) -> Handle | None:
-            self._check_writer(attempt)
             return self._capturing().capture(at, numbers, how)
 
         if self._ranks.world == 1:
@@ -403,10 +414,7 @@ class RootWriter(SlotStart):
         except Exception as failure:  # noqa: BLE001  all ranks raise it, at the same step
             told = failure if isinstance(failure, CheckpointError) else CaptureError(repr(failure))
             told.add_note(f"while step {step} was captured on rank {self._ranks.rank}")
-            handle = Handle(step, Future(), Future())
-            handle.captured.set_exception(told)
-            handle.durable.set_exception(told)
-            return handle
+            return failed_handle(step, told)
 
     # --- what became of saves -------------------------------------------------------
 

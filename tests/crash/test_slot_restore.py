@@ -33,8 +33,9 @@ from asymcheck.planning.tiers import Placement
 from asymcheck.slot_store import IN_MEMORY
 from asymcheck.storage.copies import Place
 from asymcheck.storage.repository import create_repository, open_repository
-from asymcheck.storage.store import open_store
+from asymcheck.storage.store import Store, open_store
 from asymcheck.testing.children import Child, Say
+from asymcheck.testing.faulty import Fault, FaultyStore
 
 pytestmark = pytest.mark.crash
 
@@ -63,7 +64,7 @@ class Job:
     each step that is a multiple of ``durable``.
     """
 
-    def __init__(self, url: str, durable: int = 1000, **options: Any) -> None:
+    def __init__(self, url: str | Store, durable: int = 1000, **options: Any) -> None:
         restoring = {key: options.pop(key) for key in ("step", "resume") if key in options}
         torch.manual_seed(5)
         self.model = nn.Sequential(*(nn.Linear(SIDE, SIDE) for _ in range(3)))
@@ -307,6 +308,41 @@ def test_the_claim_comes_by_itself_once_it_is_durable(host: Host) -> None:
         job.checkpointer.close()
 
     assert Child(work).wait().check() == [2]
+
+
+@pytest.mark.parametrize("before", ["step", "save"])
+def test_where_no_attempt_can_be_claimed_training_goes_on_and_the_next_save_tries_again(
+    host: Host, before: str
+) -> None:
+    *_, digest = host.killed_at(2)
+
+    def work(say: Say) -> None:
+        store = FaultyStore(open_store(host.root))
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            job = Job(store, durable=4, persist="thread", on_error="warn", every_steps=4)
+            finishing = job.checkpointer._finishing
+            assert finishing is not None
+            finishing.join(WAIT_S)
+            say([job.step, job.digest()])
+            store.fault = Fault(times=0, op="create")  # it is durable, and nothing can be claimed
+            for _ in range(1 if before == "step" else 2):
+                job.update()
+                job.checkpointer.step(job.step)
+            say(repr(job.checkpointer._finishing is None))
+            store.fault = Fault(do="none")
+            while job.step < 8:
+                job.update()
+                job.checkpointer.step(job.step)
+            job.checkpointer.close()
+        say(sum("Input/output error" in str(w.message) for w in heard))
+        say(job.checkpointer.steps())
+
+    lost = before == "save"
+    steps = [2, 8] if lost else [2, 4, 8]
+    assert Child(work).wait().check() == [[2, digest], "False", int(lost), steps]
+    assert open_repository(open_store(host.root)).parents()[2] == (1, 2)
+    assert host.is_clean()
 
 
 def test_what_is_durable_and_still_in_memory_is_read_there(host: Host) -> None:

@@ -563,7 +563,7 @@ def test_a_claim_of_rank_0_that_failed_after_it_was_recorded_stops_no_rank(tmp_p
     assert first[-1] == second[-1] == [6, 7]
     assert [kind for kind, _ in first[:-1]] == ["StoreError"] * 2
     for kind, text in second[:-1]:
-        assert kind == "RankFailed"
+        assert kind == "StoreError"
         assert "rank 0 failed: StoreError" in text
         assert "the answer was lost" in text
 

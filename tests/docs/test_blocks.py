@@ -18,7 +18,7 @@ import asymcheck.cli
 import asymcheck_lab.cli
 from asymcheck import errors
 from asymcheck.events import Stage
-from asymcheck.recovery import CheckpointWarning, TornRestore
+from asymcheck.recovery import CheckpointWarning, TornRestore, UnfinishedRestore
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -240,7 +240,7 @@ def test_no_file_names_a_path_of_one_machine() -> None:
 
 def test_every_error_a_user_can_meet_stands_in_troubleshooting() -> None:
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    classes = [TornRestore, CheckpointWarning]
+    classes = [TornRestore, UnfinishedRestore, CheckpointWarning]
     classes += [
         value
         for value in vars(errors).values()

@@ -557,8 +557,9 @@ def test_a_second_job_on_the_root_takes_nothing_from_the_living_first(root: Path
             checkpointer.wait()
 
     assert run_in_child(second).check() == [1, True]
+    first.save(3)
     with pytest.raises(SupersededWriter, match="Two jobs must not write to one root"):
-        first.save(3)
+        first.wait()
     first.close()
     assert first.steps() == [1, 2]
 

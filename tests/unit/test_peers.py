@@ -79,6 +79,15 @@ def test_a_lost_host_costs_nothing_where_each_state_is_on_two(agents: Agents, lo
     assert resumed(agents.url(query="timeout_s=5"))[:2] == (2, True)
 
 
+def test_a_state_on_a_host_that_is_out_of_reach_is_no_damage(agents: Agents) -> None:
+    saved(agents.url(query="replicas=1&timeout_s=5"))
+    agents.stop(0)
+    with pytest.raises(StoreError, match=f"out of reach: {agents.addresses[0]}") as met:
+        resumed(agents.url(query="replicas=1&timeout_s=5"))
+    assert met.value.retryable
+    assert "cannot be read may be whole" in str(met.value)
+
+
 def test_a_lost_group_falls_back_to_the_durable_tier(agents: Agents, tmp_path: Path) -> None:
     # Gemini: every checkpoint in the memory of peers, the durable place at a low rate.
     durable = Tier(str(tmp_path / "disk"), every=EverySteps(2), name="disk")

@@ -15,9 +15,16 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, Strategy, Tier
-from asymcheck.errors import CheckpointWarning, CorruptCheckpoint, NoCheckpoint
+from asymcheck.errors import (
+    CaptureError,
+    CheckpointWarning,
+    CorruptCheckpoint,
+    NoCheckpoint,
+    StoreError,
+)
 from asymcheck.planning.retention import CheckpointId
 from asymcheck.planning.selection import Selection
+from asymcheck.recovery import UnfinishedRestore
 from asymcheck.storage.manifest import parse_manifest
 from asymcheck.storage.memory import MemoryStore
 from asymcheck.storage.names import index_name, manifest_name, pack_name
@@ -393,3 +400,60 @@ def test_damage_of_a_far_tier_alone_is_one_error_and_no_thread_writes_after_it(
         with pytest.raises(CorruptCheckpoint, match="none of 1 checkpoints could be loaded"):
             ckpt.restore()
         assert not [t for t in threading.enumerate() if t.name == "asymcheck-lane"]
+
+
+# --- out of reach ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["open", "read"])
+def test_a_store_that_goes_in_the_middle_of_a_restore_is_no_damage(
+    home: MemoryStore, op: str
+) -> None:
+    store, live = FaultyStore(home), state(0.0)
+    with Checkpointer(store, state=live, persist="thread") as ckpt:
+        store.fault = Fault(op=op, name="*.pack", times=0)
+        with pytest.raises(StoreError, match="none of 2 checkpoints could be loaded") as met:
+            ckpt.restore()
+        assert "Input/output error" in str(met.value)
+        store.fault = Fault(do="none")
+        assert ckpt.restore() == 2
+        assert is_state(live, 2.0)
+
+
+def test_after_a_restore_that_was_cut_nothing_is_saved_before_another_has_succeeded() -> None:
+    store, live = FaultyStore(MemoryStore("root")), many(1.0)
+    with Checkpointer(store, state=live, persist="thread") as ckpt:
+        ckpt.restore()
+        ckpt.save(1)
+    with Checkpointer(store, state=live, persist="thread") as ckpt:
+        store.fault = Fault(op="read", name="*.pack", at=3, times=0)
+        with pytest.raises(UnfinishedRestore, match="overwritten in part"):
+            ckpt.restore()
+        store.fault = Fault(do="none")
+        with pytest.raises(CaptureError, match="overwritten in part"):
+            ckpt.save(2)
+        assert ckpt.restore() == 1
+        ckpt.save(2)
+
+
+def test_an_older_step_is_loaded_where_the_newest_is_out_of_reach_and_that_is_said(
+    home: MemoryStore,
+) -> None:
+    store, live = FaultyStore(home), state(0.0)
+    with Checkpointer(store, state=live, persist="thread") as ckpt:
+        store.fault = Fault(op="read", name=pack_name(TWO, 0, 1), times=0)
+        with pytest.warns(CheckpointWarning, match="step 2 cannot be read and was passed over"):
+            assert ckpt.restore() == 1
+    assert is_state(live, 1.0)
+
+
+def test_a_damaged_checkpoint_beside_one_out_of_reach_is_still_told_as_out_of_reach(
+    home: MemoryStore,
+) -> None:
+    flip(home, pack_name(TWO, 0, 1))
+    store = FaultyStore(home)
+    with Checkpointer(store, state=state(0.0), persist="thread") as ckpt:
+        store.fault = Fault(op="read", name=pack_name(CheckpointId(1, 1), 0, 1), times=0)
+        with pytest.raises(StoreError, match=r"(?s)step 2: .*hash of .*step 1: .*Input/output"):
+            ckpt.restore()
+        store.fault = Fault(do="none")

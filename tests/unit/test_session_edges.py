@@ -88,8 +88,9 @@ def test_a_claim_that_failed_after_it_was_recorded_does_not_stop_its_own_writer(
             checkpointer.wait(60)
         assert checkpointer.steps()[-2:] == [6, 7]
         open_repository(checkpointer._store).claim(None)
+        checkpointer.save(8)
         with pytest.raises(SupersededWriter):
-            checkpointer.save(8)
+            checkpointer.wait()
 
 
 @pytest.mark.parametrize("strategy", ["asymcheck", "naive"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,7 @@ def assert_it_starts_or_says_why(repository: Repository, left: list[int]) -> Non
 
     candidates, passed = _look(repository, None)
     assert [at.step for at in candidates] == left[::-1]
-    assert candidates or all("marked suspect" in why for _, why in passed)
+    assert candidates or all("marked suspect" in why for _, why, _ in passed)
 
 
 # --- the command line --------------------------------------------------------
@@ -214,6 +215,35 @@ def test_the_command_marks_lists_and_clears(root: Path) -> None:
     assert "is not marked suspect" in asymcheck("suspect", root, "--step", 3, "--clear", code=1)
     assert "step: expected one" in asymcheck("suspect", root, "--clear", code=2)
     assert "steps 1, 2, 3 are there" in asymcheck("suspect", root, "--step", 9, code=1)
+
+
+def test_a_new_host_with_an_empty_root_marks_and_clears_in_its_tiers(
+    root: Path, tmp_path: Path
+) -> None:
+    new, far = tmp_path / "new", tmp_path / "far"
+    shutil.copytree(root, far)
+    tiers = ("--tier", root, "--tier", far)
+    assert "step 3 (attempt 1): marked suspect" in asymcheck("suspect", new, "--step", 3, *tiers)
+    for place in (root, far):
+        assert "step 3 (attempt 1): marked" in asymcheck("suspect", place)
+    assert not new.exists()
+    (found,) = json.loads(asymcheck("suspect", new, "--json", *tiers))["checkpoints"]
+    assert found["step"] == 3
+    asymcheck("suspect", new, "--step", 3, "--clear", *tiers)
+    for place in (root, far):
+        assert "no checkpoint is marked suspect" in asymcheck("suspect", place)
+
+
+def test_a_tier_that_is_out_of_reach_is_named_and_the_others_are_marked(
+    root: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "far").mkdir()
+    away = f"faulty+file://{tmp_path / 'far'}?times=0"
+    said = asymcheck("suspect", root, "--step", 3, "--tier", away, code=1)
+    assert "step 3 (attempt 1): marked suspect" in said
+    assert "out of reach" in said
+    assert "Input/output error" in said
+    assert "step 3 (attempt 1): marked" in asymcheck("suspect", root)
 
 
 def test_marking_the_last_one_says_that_nothing_is_left(root: Path) -> None:

@@ -423,8 +423,9 @@ def test_two_jobs_that_share_only_a_tier_meet_there() -> None:
     first.save(2)  # stands at home alone: the first look at the tier after it tells
     first.ckpt.wait(BOUND_S, tier="memory://far")
     assert steps_in(far) == [1]
+    first.ckpt.save(3)
     with pytest.raises(SupersededWriter, match="attempt 2"):
-        first.save(3)
+        first.ckpt.wait()
     first.ckpt.close()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 from asymcheck.errors import (
     CorruptCheckpoint,
@@ -46,6 +47,7 @@ class Damage:
         keys: The tensors that are hit.
         at_byte: Where the chunk that is hit begins in the object.
         newer: Whether it is intact, and only a newer release can read it.
+        unread: Whether it may be whole, and a medium that may have it cannot be reached.
     """
 
     at: CheckpointId
@@ -54,6 +56,7 @@ class Damage:
     keys: tuple[str, ...] = ()
     at_byte: int | None = None
     newer: bool = False
+    unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +276,7 @@ def _read_manifests(
         if problem is None:
             committed[manifest.at] = manifest
         else:
-            damaged.append(problem)
+            damaged.append(_or_unread(copies, manifest, problem))
     for at in sorted(committed):  # a base before what stands on it
         manifest = committed[at]
         problem = missing_base(manifest, committed, damaged)
@@ -300,6 +303,21 @@ def _read_manifests(
         frozenset(of for of, _ in marks if of in committed and _is_marked(of, sizes)),
     )
     return listing, settled
+
+
+def _or_unread(copies: Copies, manifest: Manifest, problem: Damage) -> Damage:
+    """What speaks against a checkpoint, where that is not a medium that shows a part of what it
+    has: of peers those that are out of reach list nothing.
+    """
+    nbytes = next(o.nbytes for o in manifest.objects if o.name == problem.where)
+    try:
+        with ExitStack() as stack:
+            copies.open(stack, problem.where, nbytes)
+    except (CorruptCheckpoint, ObjectNotFound):
+        return problem
+    except StoreError as failure:
+        return replace(problem, why=str(failure), unread=True)
+    return problem  # it came meanwhile
 
 
 def _is_marked(at: CheckpointId, sizes: Sequence[Mapping[str, int]]) -> bool:

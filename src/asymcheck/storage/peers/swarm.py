@@ -158,7 +158,7 @@ class Swarm:
 
         Raises:
             ObjectNotFound: Nobody has it.
-            StoreError: Nobody can be reached.
+            StoreError: Nobody can be reached, or none that may have it.
         """
         for _ in range(len(self.links) + 1):  # it may be replaced between finding and opening
             found = await self.find(name)
@@ -167,7 +167,13 @@ class Swarm:
             copies = Copies(name, *found)
             if await copies.next_one():
                 return copies
-        raise ObjectNotFound(f"{name}: not found{self.spoken_missing()}")
+        gone = self.spoken_missing()
+        if gone and is_spread(name):  # not everybody has it: who has it may be the one that is gone
+            why = (
+                f"open {name}: no agent that answers has it{gone}: start them, or mend the network"
+            )
+            raise StoreError(why, retryable=True)
+        raise ObjectNotFound(f"{name}: not found{gone}")
 
     # --- changing -----------------------------------------------------------
 
@@ -284,6 +290,7 @@ class Copies:
         self.entry = entry
         self._links = links
         self._opened: Opened | None = None
+        self._why = "no agent has it any more"
         self._changing = asyncio.Lock()
 
     async def next_one(self) -> bool:
@@ -320,11 +327,8 @@ class Copies:
                 async with self._changing:
                     if self._opened is opened and not await self.next_one():
                         self._opened = None
-                        raise StoreError(
-                            f"read {self.name}: {failure}, and no other agent has it",
-                            retryable=True,
-                        ) from failure
-        raise StoreError(f"read {self.name}: no agent has it any more", retryable=True)
+                        self._why = f"{failure}, and no other agent has it"
+        raise StoreError(f"read {self.name}: {self._why}", retryable=True)
 
     async def close(self) -> None:
         """Let go of it."""
