@@ -64,7 +64,7 @@ class Link:
         while nbytes > 0:
             if self.windows.is_due(self.now_s):
                 self.windows.look(self.counters())
-            while nbytes > 0 and self.windows.take(piece):
+            while nbytes > 0 and self.windows.take(piece) == "go":
                 self.queued += piece
                 nbytes -= piece
             if self.now_s > end_s:
@@ -133,7 +133,7 @@ def test_traffic_of_others_that_is_next_to_nothing_holds_nothing_up() -> None:
     windows, now_s, sent, went = IdleWindows(), 0.0, 0, 0
     for _ in range(100):
         windows.look(Counters(now_s, sent, went * PIECE, 0))
-        went += windows.take(PIECE)
+        went += windows.take(PIECE) == "go"
         now_s += LOOK_S
         sent += PIECE + 1000 if went * PIECE > sent else 1000  # 0.5 MB/s
     assert went > 80
@@ -143,10 +143,10 @@ def test_own_bytes_that_leave_the_host_a_look_later_are_not_taken_for_anothers()
     windows = IdleWindows()
     for look in range(6):
         windows.look(Counters(look * LOOK_S, 0, 0, 0))
-    assert windows.take(PIECE)
+    assert windows.take(PIECE) == "go"
     windows.look(Counters(6 * LOOK_S, 0, PIECE, PIECE))
     windows.look(Counters(7 * LOOK_S, PIECE, PIECE, 0))
-    assert windows.take(PIECE)
+    assert windows.take(PIECE) == "go"
 
 
 def test_a_pause_between_looks_is_no_window() -> None:

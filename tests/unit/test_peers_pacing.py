@@ -11,8 +11,8 @@ import pytest
 
 from asymcheck.errors import OptionError
 from asymcheck.planning.idle import Counters
-from asymcheck.storage.peers.link import Link
-from asymcheck.storage.peers.pacing import InterfaceMeter, Pace, Paces, Unmeasured, interface_to
+from asymcheck.storage.peers.link import Link, PeerFailed
+from asymcheck.storage.peers.pacing import InterfaceMeter, Paces, Unmeasured, interface_to
 from asymcheck.storage.store import open_store
 from asymcheck.testing.agents import Agents
 
@@ -38,6 +38,14 @@ class Busy:
         return Counters(now_s, self._sent, 0, 0)
 
 
+class Full(Busy):
+    """Nobody else sends, and what we gave does not go."""
+
+    def read(self, now_s: float) -> Counters:
+        self.looks += 1
+        return Counters(now_s, 0, 0, 1 << 24)
+
+
 class Blind(Busy):
     def read(self, now_s: float) -> Counters:
         raise Unmeasured("no counters")
@@ -47,28 +55,37 @@ def over(name: str, meter: Busy) -> Paces:
     return Paces(meter_of=lambda _: meter, interface_of=lambda _: name)
 
 
-async def stored(agents: Agents, name: str, paces: Paces, hold_s: float) -> bool:
-    link = Link(agents.addresses[0], b"", 5.0, 1e6, paces, hold_s)
+async def held_s(
+    agents: Agents, name: str, paces: Paces, hold_s: float, timeout_s: float = 5.0
+) -> float:
+    link = Link(agents.addresses[0], b"", timeout_s, 1e6, paces, hold_s)
     try:
         upload = await link.upload(f"run/{name}", 0)
         await upload.feed(memoryview(bytes(3 * FRAME)))
         upload.abort()
-        return upload.held_s > 0.0
+        return upload.held_s
     finally:
         await link.close()
 
 
 def test_a_pack_waits_until_the_training_is_silent() -> None:
     meter = Busy(ends=10)
-    waited_s = asyncio.run(Pace(meter).turn(FRAME, left_s=60.0))
+    with Agents(1) as agents:
+        assert 0.0 < asyncio.run(held_s(agents, "a.pack", over("eth0", meter), hold_s=60.0)) < 60.0
     assert meter.looks > 10
-    assert 0.0 < waited_s < 60.0
+
+
+def test_waiting_for_what_was_given_before_is_not_being_held_back_but_has_its_bound() -> None:
+    meter = Full()
+    with Agents(1) as agents, pytest.raises(PeerFailed, match="too slow"):
+        asyncio.run(held_s(agents, "a.pack", over("eth0", meter), hold_s=60.0, timeout_s=0.2))
+    assert meter.looks > 1
 
 
 def test_a_pack_goes_at_last_however_busy_the_network_is() -> None:
     meter = Busy()
     with Agents(1) as agents:
-        assert asyncio.run(stored(agents, "a.pack", over("eth0", meter), hold_s=0.05))
+        assert asyncio.run(held_s(agents, "a.pack", over("eth0", meter), hold_s=0.05)) >= 0.05
     assert meter.looks > 1
 
 
@@ -80,7 +97,7 @@ def test_small_objects_and_what_stays_on_this_host_wait_for_nothing(
 ) -> None:
     meter = Busy()
     with Agents(1) as agents:
-        assert not asyncio.run(stored(agents, name, over(interface, meter), hold_s=60.0))
+        assert asyncio.run(held_s(agents, name, over(interface, meter), hold_s=60.0)) == 0.0
     assert meter.looks == 0
 
 
@@ -99,7 +116,7 @@ def test_where_nothing_can_be_measured_packs_go_at_once_and_it_is_said_once(
     with Agents(1) as agents, caplog.at_level(logging.DEBUG, "asymcheck"):
         same = paces()
         for _ in range(2):
-            assert not asyncio.run(stored(agents, "a.pack", same, hold_s=60.0))
+            assert asyncio.run(held_s(agents, "a.pack", same, hold_s=60.0)) == 0.0
     said = [record.message for record in caplog.records if "at once" in record.message]
     assert len(said) == 1
 

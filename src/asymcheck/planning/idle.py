@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from typing import Literal
 
 LOOK_S = 0.002
 """Between two looks at the counters while something is to be sent, seconds."""
@@ -29,6 +30,11 @@ _AHEAD_S = 0.005
 _LEAST_BYTES = 1 << 18
 _MOST_BYTES = 1 << 26
 _LEARNING = 0.2
+
+Verdict = Literal["go", "held", "queued"]
+"""``held`` until others leave the link idle for long enough; ``queued`` until what was given before
+has gone.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +100,17 @@ class IdleWindows:
         self._queued_bytes = now.queued_bytes
         self._fit_bytes = self._fits(now.at_s)
 
-    def take(self, nbytes: int) -> bool:
+    def take(self, nbytes: int) -> Verdict:
         """Whether so many bytes may go now; then they count as given."""
         after_bytes = self._queued_bytes + self._given_bytes + nbytes
+        if after_bytes > self._fit_bytes:
+            return "held"
         # A piece larger than what may be ahead goes alone.
         if after_bytes > max(self._ahead_bytes, nbytes):
             self._is_short = True
-            return False
-        if after_bytes > self._fit_bytes:
-            return False
+            return "queued"
         self._given_bytes += nbytes
-        return True
+        return "go"
 
     def _see(self, last: Counters | None, now: Counters) -> None:
         if last is None or now.at_s - last.at_s > _LONGEST_LOOK_S:
@@ -137,7 +143,9 @@ class IdleWindows:
 
     def _learn(self, own_bytes: int, queued_bytes: int, span_s: float) -> None:
         """How fast the link is, by a look in which it carried own bytes alone."""
-        if queued_bytes > 0 and own_bytes > 0:  # it was never without work
+        if own_bytes == 0:
+            return
+        if queued_bytes > 0:  # it was never without work
             seen = own_bytes / span_s
             known = self.bytes_per_s or seen
             self.bytes_per_s = known + _LEARNING * (seen - known)

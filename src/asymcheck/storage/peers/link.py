@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from asymcheck.errors import StoreError
+from asymcheck.planning.idle import LOOK_S
 from asymcheck.storage.peers.pacing import HOLD_S, Pace, Paces
 from asymcheck.storage.peers.secret import Address
 from asymcheck.storage.peers.shelf import Entry, Stamp, is_spread
@@ -375,14 +376,24 @@ class Upload:
             for start in range(0, len(data), FRAME_BYTES):
                 frame = data[start : start + FRAME_BYTES]
                 if self._pace is not None:
-                    left_s = self._hold_s - self.held_s
-                    self.held_s += await self._pace.turn(len(frame), left_s)
+                    await self._turn(self._pace, len(frame))
                 await self._patience.wait(line.say(DATA, frame), len(frame))
                 if self._answer.done():
                     await self._heard()
         except (LineLost, OSError, TimeoutError) as failure:
             self._end()
             raise self.link.fail(failure) from failure
+
+    async def _turn(self, pace: Pace, nbytes: int) -> None:
+        """Wait until so many bytes may go, or were held back for long enough."""
+        loop = asyncio.get_running_loop()
+        while self.held_s < self._hold_s and (verdict := pace.ask(nbytes)) != "go":
+            if verdict == "queued":  # that is for the agent to answer for
+                await self._patience.wait(asyncio.sleep(LOOK_S))
+                continue
+            begin_s = loop.time()
+            await asyncio.sleep(LOOK_S)
+            self.held_s += loop.time() - begin_s
 
     async def finish(
         self, nbytes: int, digest: str, stamp: Stamp, *, only_new: bool = False

@@ -18,7 +18,7 @@ from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
 from asymcheck.errors import OptionError, nearest
-from asymcheck.planning.idle import LOOK_S, Counters, IdleWindows
+from asymcheck.planning.idle import Counters, IdleWindows, Verdict
 
 _log = logging.getLogger(__name__)
 
@@ -169,27 +169,13 @@ class Pace:
             if self._meter is not None:
                 self._meter.add(connection)
 
-    async def turn(self, nbytes: int, left_s: float) -> float:
-        """Wait until so many bytes may go, and count them as given.
-
-        Args:
-            nbytes: How many.
-            left_s: For how long at most.
-
-        Returns:
-            For how long it waited, in seconds.
-        """
-        loop = asyncio.get_running_loop()
-        begin_s = now_s = loop.time()
-        while now_s - begin_s < left_s:
-            with self._measured():
-                if self._meter is not None and self.windows.is_due(now_s):
-                    self.windows.look(self._meter.read(now_s))
-            if self._meter is None or self.windows.take(nbytes):
-                break
-            await asyncio.sleep(min(LOOK_S, begin_s + left_s - now_s))
-            now_s = loop.time()
-        return now_s - begin_s
+    def ask(self, nbytes: int) -> Verdict:
+        """Whether so many bytes may go now; then they count as given. In the event loop."""
+        now_s = asyncio.get_running_loop().time()
+        with self._measured():
+            if self._meter is not None and self.windows.is_due(now_s):
+                self.windows.look(self._meter.read(now_s))
+        return "go" if self._meter is None else self.windows.take(nbytes)
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
