@@ -242,7 +242,7 @@ def add_pace(app: typer.Typer, readable_errors: Callable[[], AbstractContextMana
     @app.command()
     def pace(
         rounds: Annotated[int, typer.Option(help="How often each has its turn")] = 5,
-        mbit_per_s: Annotated[int, typer.Option(help="What the link carries, each way")] = 400,
+        mbit_per_s: Annotated[int, typer.Option(help="What the link carries, each way")] = 200,
         results: Annotated[Path, typer.Option(help="Gets a JSON line for each segment")] = Path(
             "results/pace.jsonl"
         ),

@@ -47,10 +47,10 @@ class PaceSpec:
     root: str
     segments: tuple[str, ...]
     every: int = 6
-    counted: int = 3
+    counted: int = 2
     layers: int = 6
     width: int = 512
-    layer_s: float = 0.015
+    layer_s: float = 0.025
 
     @property
     def steps(self) -> int:
