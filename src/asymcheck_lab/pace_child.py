@@ -74,7 +74,8 @@ def _model(spec: PaceSpec) -> torch.nn.Module:
 
     class Layer(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(super().forward(Asleep.apply(x)))
+            slept = Asleep.apply(x)  # type: ignore[no-untyped-call]
+            return torch.tanh(super().forward(slept))
 
     layers = [Layer(spec.width, spec.width, bias=False) for _ in range(spec.layers)]
     return torch.nn.parallel.DistributedDataParallel(
