@@ -71,7 +71,7 @@ class PeerStore:
         secret_file: str | None = None,
         timeout_s: float = 10.0,
         slowest_bytes_per_s: float = 10e6,
-        pace: str = "idle",
+        pace: str = "none",
         hold_s: float = HOLD_S,
     ) -> None:
         self._hosts = list(hosts)
