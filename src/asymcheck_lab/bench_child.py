@@ -195,10 +195,14 @@ class RunServer:
 
 
 def _environment() -> dict[str, str]:
+    return {**os.environ, **package_environment()}
+
+
+def package_environment() -> dict[str, str]:
+    """What a process needs to be told to import this package, and to keep to its core."""
     package_root = str(Path(__file__).resolve().parents[1])
     paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
-        **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         # As torchrun sets it: a thread of a system must not fan out over the training's core.
         "OMP_NUM_THREADS": "1",

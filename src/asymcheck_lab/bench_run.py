@@ -263,7 +263,6 @@ class _Run:
     def go(self) -> dict[str, Any]:
         """Warm up, then measure."""
         from asymcheck_lab.fingerprint import state_bytes
-        from asymcheck_lab.rivals import stored_bytes
 
         spec, system = self._spec, self.system
         first = spec.first_counted
@@ -288,7 +287,7 @@ class _Run:
         warmed, *counted = [self._checkpoint(step, at_s) for step, at_s in boundaries.items()]
         return {
             "state_bytes": state_bytes(self._workload.model, self._workload.optimizer),
-            "disk_bytes": stored_bytes(Path(spec.folder)) // len(boundaries),
+            "disk_bytes": system.checkpoint_bytes(len(boundaries)),
             "step_s": step_s,
             "loop_s": loop_s,
             "whole_s": whole_s,
@@ -343,7 +342,7 @@ class _Run:
         from asymcheck_lab.bench_check import differing, fingerprint_of, tensors_of
         from asymcheck_lab.rivals import RNG
 
-        for step, saved in self._saved.items():
+        for step, saved in self._rival.kept(self._saved.items()):
             if step not in self.system.durable_s or not self._rival.is_exact:
                 continue
             fresh = self._make(_SEED + 1)

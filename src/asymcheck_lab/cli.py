@@ -19,6 +19,7 @@ from asymcheck_lab.cli_bench import (
     ReportOption,
     add_bench,
     add_many_small,
+    add_pace,
     add_tiers,
     show_runs,
 )
@@ -440,6 +441,7 @@ def _readable_warnings() -> Iterator[None]:
 add_bench(app, _readable_errors)
 add_many_small(app, _readable_errors)
 add_tiers(app, _readable_errors)
+add_pace(app, _readable_errors)
 add_commands(app, _readable_errors)
 add_report(app, _readable_errors)
 add_run(app, _readable_errors)

@@ -236,6 +236,44 @@ def add_tiers(
                 write_into(docs, text, BEGIN, END)
 
 
+def add_pace(app: typer.Typer, readable_errors: Callable[[], AbstractContextManager[None]]) -> None:
+    """Add ``pace``; as ``add_bench``."""
+
+    @app.command()
+    def pace(
+        rounds: Annotated[int, typer.Option(help="How often each has its turn")] = 5,
+        mbit_per_s: Annotated[int, typer.Option(help="What the link carries, each way")] = 200,
+        results: Annotated[Path, typer.Option(help="Gets a JSON line for each segment")] = Path(
+            "results/pace.jsonl"
+        ),
+        docs: PageOption = None,
+    ) -> None:
+        """Checkpoints to a peer over the link that the training needs: at once, or when it idles.
+
+        Needs root, and Debian's iproute2.
+        """
+        with readable_errors():
+            from asymcheck_lab.bench import append_record, describe_session
+            from asymcheck_lab.bench_report import write_into
+            from asymcheck_lab.pace_bench import BEGIN, END, measure_pace, render
+
+            command = f"asymlab pace --rounds {rounds} --mbit-per-s {mbit_per_s}"
+            cores = sorted(os.sched_getaffinity(0))
+            session = describe_session(command, results.parent, cores, schema=1)
+            found = measure_pace(
+                rounds=rounds,
+                mbit_per_s=mbit_per_s,
+                say=lambda line: typer.echo(line, err=True),
+            )
+            records = [{**session, **asdict(one)} for one in found]
+            for record in records:
+                append_record(results, record)
+            text = render(records)
+            typer.echo(text)
+            if docs is not None:
+                write_into(docs, text, BEGIN, END)
+
+
 def _bench(
     given: dict[str, Any],
     *,

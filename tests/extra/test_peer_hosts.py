@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from hosts import Hosts, why_not
 
 from asymcheck.testing.children import TIMEOUT_S
+from asymcheck.testing.hosts import Hosts, why_not
 
 pytestmark = [pytest.mark.extra, pytest.mark.crash, pytest.mark.xdist_group("hosts")]
 

@@ -16,12 +16,12 @@ from asymcheck.planning.strategies import strategies
 from asymcheck.testing.children import run_in_child
 from asymcheck_lab.fingerprint import fingerprint
 from asymcheck_lab.rivals import OURS, RIVALS, RNG, Job, Rival, System, base, page
+from asymcheck_lab.rivals.gemini import Gemini
 
 PAGE = Path(__file__).parents[2] / "docs" / "rivals.md"
 SAVING = [name for name, rival in RIVALS.items() if rival.kind != "none"]
 HERE = [name for name in SAVING if RIVALS[name].library in ("torch", "asymcheck")]
 FURTHER = [name for name in SAVING if name not in HERE]
-IN_MEMORY = [name for name, row in strategies.items() if row.placement.durable is not None]
 DUE = (2, 4, 6)
 
 
@@ -72,10 +72,8 @@ def differences(name: str, folder: Path) -> dict[str, list[str]]:
     system.before_update()
     system.drain()
     assert sorted(system.durable_s) == list(DUE)
-    if name in IN_MEMORY:  # of what stays in this host's memory the newest is stored at the end
-        saved = {DUE[-1]: saved[DUE[-1]]}
     found = {}
-    for step, was in saved.items():
+    for step, was in RIVALS[name].kept(saved.items()):
         fresh = made(1, folder)
         system.load(step, fresh)
         now = fingerprint(fresh.model, fresh.optimizer, {})
@@ -116,6 +114,29 @@ def test_a_system_of_others_gives_back_all_but_what_its_row_omits(
     if absent:
         not_run_here(absent)
     check(name, tmp_path)
+
+
+def test_gemini_s_newest_checkpoint_survives_the_loss_of_an_agent(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+
+    def work(say: Callable[[Any], None]) -> None:
+        job = made(0, tmp_path)
+        system = Gemini(job)
+        system.start()
+        job.model(torch.randint(0, 64, (16,))).square().mean().backward()
+        job.optimizer.step()
+        system.after_update(1, due=True)
+        system.drain()
+        system.agents[0].kill()
+        fresh = made(1, tmp_path)
+        system.load(1, fresh)
+        same = zip(job.model.parameters(), fresh.model.parameters(), strict=True)
+        say(all(torch.equal(mine, theirs) for mine, theirs in same))
+        agents = system.agents
+        system.close()
+        say([agent.returncode for agent in agents])
+
+    assert run_in_child(work, timeout_s=200).check() == [True, [-9, -9]]
 
 
 def test_every_strategy_is_a_system() -> None:

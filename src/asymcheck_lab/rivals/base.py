@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 RNG = "states of the random number generators"
 
@@ -75,6 +77,10 @@ class System:
 
     def close(self) -> None:
         """Give back what was taken, after a ``drain``."""
+
+    def checkpoint_bytes(self, count: int) -> int:
+        """How much is stored of a checkpoint, on average, after so many and a ``drain``."""
+        return stored_bytes(self.job.folder) // count
 
     def details(self) -> dict[str, Any]:
         """What the system says about itself, for the record."""
@@ -141,6 +147,7 @@ class Rival:
         apart: Whether its library lies in a folder of its own, ``apart()``, which only its runs
             look into: it changes every process that can see it.
         why_unranked: Why it is not to be compared with the others; empty where it is.
+        keeps: Only the newest so many of its checkpoints; ``None`` for all.
         parallels: The ways to spread a model that it is measured with.
         why_not_else: Why not with another, in one line.
     """
@@ -156,6 +163,7 @@ class Rival:
     is_exact: bool = True
     apart: bool = False
     why_unranked: str = ""
+    keeps: int | None = None
     parallels: tuple[str, ...] = ("none",)
     why_not_else: str = "its adapter saves what one process has"
 
@@ -163,6 +171,10 @@ class Rival:
     def ranked(self) -> bool:
         """Whether it is to be compared with the others."""
         return not self.why_unranked
+
+    def kept(self, made: Iterable[T]) -> list[T]:
+        """Those of its checkpoints that are still there, out of all in their order."""
+        return list(made)[-(self.keeps or 0) :]
 
     @property
     def version(self) -> str:

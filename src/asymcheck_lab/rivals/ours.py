@@ -11,7 +11,7 @@ from asymcheck_lab.errors import RunError
 from asymcheck_lab.rivals.base import Job, System
 
 if TYPE_CHECKING:
-    from asymcheck import Checkpointer, Handle
+    from asymcheck import Checkpointer, Handle, Strategy
 
 
 @dataclass
@@ -20,19 +20,36 @@ class Asymcheck(System):
 
     persist: Literal["process", "thread"] = "process"
     strategy: str = "asymcheck"
+    keep_last: int | None = None
     _checkpointer: Checkpointer | None = None
     _handles: list[Handle] = field(default_factory=list)
+
+    @property
+    def policy(self) -> str | Strategy:
+        """What it saves by."""
+        return self.strategy
+
+    @property
+    def root(self) -> str:
+        """Where it saves to."""
+        return self.job.root or str(self.job.folder)
+
+    @property
+    def root_to_load(self) -> str:
+        """Where it is loaded from: reading is held to no rate."""
+        return str(self.job.folder)
 
     def start(self) -> None:
         """See ``System``."""
         from asymcheck import Checkpointer
 
         self._checkpointer = Checkpointer(
-            self.job.root or self.job.folder,
+            self.root,
             state={"model": self.job.model, "optim": self.job.optimizer},
             every_steps=self.job.every,
-            strategy=self.strategy,
+            strategy=self.policy,
             persist=self.persist,
+            keep_last=self.keep_last,
         )
         self._checkpointer.restore()
 
@@ -76,5 +93,5 @@ class Asymcheck(System):
         from asymcheck import Checkpointer
 
         state = {"model": into.model, "optim": into.optimizer}
-        with Checkpointer(self.job.folder, state=state, read_only=True) as reader:
+        with Checkpointer(self.root_to_load, state=state, read_only=True) as reader:
             reader.restore(step)

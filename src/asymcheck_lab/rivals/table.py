@@ -10,6 +10,7 @@ from asymcheck_lab.parallel import PARALLELS
 from asymcheck_lab.rivals.base import RNG, Rival, System
 from asymcheck_lab.rivals.dcp import Dcp, DcpAsync
 from asymcheck_lab.rivals.deepspeed import DeepSpeed
+from asymcheck_lab.rivals.gemini import KEPT, Gemini
 from asymcheck_lab.rivals.lightning import Lightning
 from asymcheck_lab.rivals.lm_resiliency import LmResiliency
 from asymcheck_lab.rivals.orbax import Orbax
@@ -35,8 +36,9 @@ _LATE = (
     f"{RNG}; buffers that a forward pass changes, such as those of batch normalization: they are "
     "copied behind it, so those of a later step may be saved"
 )
-_IN_MEMORY = (
-    "nothing goes to peers; its times are until a checkpoint is whole in this host's memory"
+_PEERS = (
+    "nothing is on a disk: durable is whole, and checked, in the memory of both agents; where both "
+    "are lost it is lost"
 )
 _ANY = tuple(PARALLELS)
 _SELF_SYNCED = "nothing; the adapter gives every file and folder to fsync"
@@ -53,9 +55,7 @@ def _of_strategy(name: str, strategy: Strategy) -> Rival:
         kind="strategy",
         is_async=strategy.persist == "behind",
         is_exact=is_exact,
-        why_unranked="" if strategy.placement.durable is None else _IN_MEMORY,
-        parallels=_ANY if strategy.placement.durable is None else ("none",),
-        why_not_else="it keeps checkpoints in the memory of one rank",
+        parallels=_ANY,
     )
 
 
@@ -209,6 +209,19 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
             for name, strategy in strategies.items()
             if name != OURS
         },
+        "gemini": Rival(
+            title='asymcheck, strategy="gemini", in the memory of two agents',
+            make=Gemini,
+            library="asymcheck",
+            omits="",
+            syncs=_PEERS,
+            adapted="two agents on this host, m = 2, whose memory and CPU are counted; the newest "
+            "two are kept. Loopback shows no network: no link that the training needs too, no "
+            "latency; and both copies cost this host's memory",
+            kind="strategy",
+            keeps=KEPT,
+            why_not_else="its two agents belong to one process",
+        ),
     }
 )
 """Every system by the name that ``--systems`` takes."""

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from asymcheck.errors import OptionError, StoreError
 from asymcheck.storage.peers.healing import Healed, Healer, Membership
-from asymcheck.storage.peers.link import PATH, SILENCE_S, Link, dump_entries, parse_entry
+from asymcheck.storage.peers.link import PATH, SILENCE_S, Link
 from asymcheck.storage.peers.secret import Address, secret_for
 from asymcheck.storage.peers.shelf import (
     Entry,
@@ -37,7 +37,9 @@ from asymcheck.storage.peers.words import (
     Line,
     LineLost,
     NotTrusted,
+    dump_entries,
     greet_as_agent,
+    parse_entry,
     parse_words,
 )
 

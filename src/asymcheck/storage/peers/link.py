@@ -7,7 +7,6 @@ until a probe in the background finds it well, so it costs its bound once and no
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -16,8 +15,10 @@ from typing import Any, TypeVar
 import aiohttp
 
 from asymcheck.errors import StoreError
+from asymcheck.planning.idle import LOOK_S
+from asymcheck.storage.peers.pacing import HOLD_S, Pace, Paces
 from asymcheck.storage.peers.secret import Address
-from asymcheck.storage.peers.shelf import Entry, Stamp
+from asymcheck.storage.peers.shelf import Entry, Stamp, is_spread
 from asymcheck.storage.peers.words import (
     AWAKE,
     DATA,
@@ -27,6 +28,8 @@ from asymcheck.storage.peers.words import (
     Line,
     LineLost,
     greet_as_client,
+    parse_entries,
+    parse_entry,
     parse_words,
 )
 
@@ -88,6 +91,8 @@ class Link:
         timeout_s: How long it may keep an operation waiting, and how long it is left alone
             before a probe.
         slowest_bytes_per_s: Bytes that move slower than this count as a failure.
+        paces: Hold packs back while others use the network; ``None`` to send at once.
+        hold_s: For how long a pack may be held back in all.
 
     Attributes:
         aside: Why it is not asked any more, ``None`` while it is well.
@@ -95,7 +100,13 @@ class Link:
     """
 
     def __init__(
-        self, address: Address, secret: bytes, timeout_s: float, slowest_bytes_per_s: float
+        self,
+        address: Address,
+        secret: bytes,
+        timeout_s: float,
+        slowest_bytes_per_s: float,
+        paces: Paces | None = None,
+        hold_s: float = HOLD_S,
     ) -> None:
         self.address = address
         self.aside: str | None = None
@@ -108,7 +119,9 @@ class Link:
         self._reading: Line | None = None
         self._reading_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lines: set[Line] = set()
+        self._lines: dict[Line, Pace | None] = {}
+        self._paces = paces
+        self._hold_s = hold_s
 
     def patience(self) -> Patience:
         """A new bound for one operation."""
@@ -159,7 +172,8 @@ class Link:
         async def talk(line: Line) -> Upload:
             await line.tell(op="put", name=name, home=home)
             self._checked(await line.hear_words())
-            return Upload(self, line, patience)
+            pace = self._lines.get(line) if is_spread(name) else None
+            return Upload(self, line, patience, pace, self._hold_s)
 
         async with self.guarded():
             return await patience.wait(self._on_some_line(talk, keep=True))
@@ -252,7 +266,9 @@ class Link:
         except BaseException:
             await channel.close()
             raise
-        self._lines.add(line)
+        self._lines[line] = None
+        if self._paces is not None:
+            self._lines[line] = self._paces.join(channel.get_extra_info("socket"))
         return line
 
     def _close_soon(self, line: Line) -> None:
@@ -262,7 +278,7 @@ class Link:
         with suppress(LineLost, OSError, TimeoutError, RuntimeError):
             async with asyncio.timeout(2 * _CLOSE_S):
                 await line.channel.close()  # type: ignore[attr-defined]
-        self._lines.discard(line)
+        self._lines.pop(line, None)
 
     async def _keep_awake(self, line: Line) -> None:
         """The agent lets go of what a silent client holds; this one only has nothing to say."""
@@ -328,12 +344,21 @@ class Link:
 
 
 class Upload:
-    """An object on its way to one agent."""
+    """An object on its way to one agent.
 
-    def __init__(self, link: Link, line: Line, patience: Patience) -> None:
+    Attributes:
+        held_s: For how long it was held back so far.
+    """
+
+    def __init__(
+        self, link: Link, line: Line, patience: Patience, pace: Pace | None, hold_s: float
+    ) -> None:
         self.link = link
         self._line: Line | None = line
         self._patience = patience
+        self._pace = pace
+        self._hold_s = hold_s
+        self.held_s = 0.0
         # Heard while data is still being sent: that is how it says that there is no room.
         self._answer = asyncio.get_running_loop().create_task(line.hear_words())
         link._spawn(self._keep_awake(line))
@@ -350,12 +375,25 @@ class Upload:
         try:
             for start in range(0, len(data), FRAME_BYTES):
                 frame = data[start : start + FRAME_BYTES]
+                if self._pace is not None:
+                    await self._turn(self._pace, len(frame))
                 await self._patience.wait(line.say(DATA, frame), len(frame))
                 if self._answer.done():
                     await self._heard()
         except (LineLost, OSError, TimeoutError) as failure:
             self._end()
             raise self.link.fail(failure) from failure
+
+    async def _turn(self, pace: Pace, nbytes: int) -> None:
+        """Wait until so many bytes may go, or were held back for long enough."""
+        loop = asyncio.get_running_loop()
+        while self.held_s < self._hold_s and (verdict := pace.ask(nbytes)) != "go":
+            if verdict == "queued":  # that is for the agent to answer for
+                await self._patience.wait(asyncio.sleep(LOOK_S))
+                continue
+            begin_s = loop.time()
+            await asyncio.sleep(LOOK_S)
+            self.held_s += loop.time() - begin_s
 
     async def finish(
         self, nbytes: int, digest: str, stamp: Stamp, *, only_new: bool = False
@@ -446,42 +484,3 @@ class Opened:
                     except BaseException:
                         self.link._lose_reading(self._line)
                         raise
-
-
-def dump_entries(entries: list[Entry]) -> bytes:
-    """As they travel."""
-    return json.dumps(entries).encode()
-
-
-def parse_entries(content: memoryview) -> list[Entry]:
-    """What ``dump_entries`` made.
-
-    Raises:
-        LineLost: It is not that.
-    """
-    try:
-        found = json.loads(bytes(content))
-    except (ValueError, RecursionError) as failure:
-        raise LineLost("a listing that is no JSON") from failure
-    if not isinstance(found, list):
-        raise LineLost("a listing that is no list")
-    return [parse_entry(entry) for entry in found]
-
-
-def parse_entry(found: object) -> Entry:
-    """One entry.
-
-    Raises:
-        LineLost: It is none.
-    """
-    match found:
-        case [
-            str(name),
-            int(nbytes),
-            str(digest),
-            int(home),
-            [int(count), str(writer)],
-            bool(is_there),
-        ] if nbytes >= 0 and count >= 0:
-            return Entry(name, nbytes, digest, home, (count, writer), is_there)
-    raise LineLost("an entry that is none")

@@ -17,6 +17,7 @@ import xxhash
 from asymcheck.errors import ObjectNotFound, OptionError, StoreError, nearest
 from asymcheck.planning.replicas import place_replicas
 from asymcheck.storage.peers.link import Link
+from asymcheck.storage.peers.pacing import HOLD_S, Paces, parse_pace
 from asymcheck.storage.peers.secret import Address, found_here, parse_address, secret_for
 from asymcheck.storage.peers.swarm import Copies, Swarm, Uploads
 from asymcheck.storage.peers.words import FRAME_BYTES
@@ -51,6 +52,9 @@ class PeerStore:
         secret_file: A file with what all agents and clients know; needed beyond loopback.
         timeout_s: Bound for one operation of one agent.
         slowest_bytes_per_s: An agent that moves bytes more slowly has failed.
+        pace: ``idle`` sends packs to other hosts while the training leaves the network idle, as
+            far as that can be measured; ``none`` sends at once.
+        hold_s: For how long a pack may be held back in all, before it goes whatever else does.
 
     Raises:
         OptionError: An argument is wrong, the secret cannot be used, or there is none.
@@ -67,6 +71,8 @@ class PeerStore:
         secret_file: str | None = None,
         timeout_s: float = 10.0,
         slowest_bytes_per_s: float = 10e6,
+        pace: str = "none",
+        hold_s: float = HOLD_S,
     ) -> None:
         self._hosts = list(hosts)
         _check(self._hosts, run, here, timeout_s, slowest_bytes_per_s)
@@ -82,6 +88,10 @@ class PeerStore:
         self._secret = secret_for(secret_file, self._hosts)
         self._timeout_s = timeout_s
         self._slowest_bytes_per_s = slowest_bytes_per_s
+        self._pace = parse_pace(pace)
+        if not 0 <= hold_s < float("inf"):
+            raise OptionError(f"hold_s: expected 0 or more seconds, found {hold_s}")
+        self._hold_s = hold_s
         self._lock = threading.Lock()
         self._driver: _Driver | None = None
         self.capabilities = Capabilities(
@@ -102,6 +112,8 @@ class PeerStore:
             said["secret_file"] = self._secret_file
         said["timeout_s"] = self._timeout_s
         said["slowest_bytes_per_s"] = self._slowest_bytes_per_s
+        said["pace"] = self._pace
+        said["hold_s"] = self._hold_s
         hosts = quote(",".join(map(str, self._hosts)), safe=",:[]")
         return f"peers://{hosts}/{quote(self._run)}?{urlencode(said)}"
 
@@ -207,9 +219,10 @@ class PeerStore:
             return self._driver
 
     def _swarm(self) -> Swarm:
+        paces = Paces() if self._pace == "idle" else None
+        bounds = self._timeout_s, self._slowest_bytes_per_s
         links = [
-            Link(address, self._secret, self._timeout_s, self._slowest_bytes_per_s)
-            for address in self._hosts
+            Link(address, self._secret, *bounds, paces, self._hold_s) for address in self._hosts
         ]
         writer = secrets.token_hex(8)
         return Swarm(links, self._replicas, self._here, writer, self._ranks_per_host)
@@ -337,6 +350,8 @@ def open_peers(target: str, options: dict[str, str]) -> PeerStore:
         "secret_file": ("secret_file", str),
         "timeout_s": ("timeout_s", float),
         "slowest_bytes_per_s": ("slowest_bytes_per_s", float),
+        "pace": ("pace", str),
+        "hold_s": ("hold_s", float),
     }
     values: dict[str, Any] = {}
     for name, text in options.items():

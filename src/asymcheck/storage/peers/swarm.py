@@ -18,9 +18,9 @@ import xxhash
 
 from asymcheck.errors import ObjectNotFound, StoreError
 from asymcheck.planning.replicas import place_replicas
-from asymcheck.storage.peers.link import Link, Opened, PeerFailed, PeerRefused, Upload, parse_entry
+from asymcheck.storage.peers.link import Link, Opened, PeerFailed, PeerRefused, Upload
 from asymcheck.storage.peers.shelf import Entry, Stamp, is_spread
-from asymcheck.storage.peers.words import LineLost
+from asymcheck.storage.peers.words import LineLost, parse_entry
 
 T = TypeVar("T")
 

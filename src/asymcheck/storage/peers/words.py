@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from aiohttp import WSMessage, WSMsgType
 
+from asymcheck.storage.peers.shelf import Entry
 from asymcheck.storage.store import Buffer
 
 FRAME_BYTES = 1 << 18
@@ -148,6 +149,45 @@ def parse_words(content: memoryview) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise LineLost("a message that is no object")
     return found
+
+
+def dump_entries(entries: list[Entry]) -> bytes:
+    """As they travel."""
+    return json.dumps(entries).encode()
+
+
+def parse_entries(content: memoryview) -> list[Entry]:
+    """What ``dump_entries`` made.
+
+    Raises:
+        LineLost: It is not that.
+    """
+    try:
+        found = json.loads(bytes(content))
+    except (ValueError, RecursionError) as failure:
+        raise LineLost("a listing that is no JSON") from failure
+    if not isinstance(found, list):
+        raise LineLost("a listing that is no list")
+    return [parse_entry(entry) for entry in found]
+
+
+def parse_entry(found: object) -> Entry:
+    """One entry.
+
+    Raises:
+        LineLost: It is none.
+    """
+    match found:
+        case [
+            str(name),
+            int(nbytes),
+            str(digest),
+            int(home),
+            [int(count), str(writer)],
+            bool(is_there),
+        ] if nbytes >= 0 and count >= 0:
+            return Entry(name, nbytes, digest, home, (count, writer), is_there)
+    raise LineLost("an entry that is none")
 
 
 # --- the proof --------------------------------------------------------------

@@ -104,12 +104,12 @@ class Hosts:
         """Join it again."""
         _ip("-n", self._switch, "link", "set", f"port{host}", "up")
 
-    def slow(self, host: int, mbit_per_s: int) -> None:
-        """Bound what goes to a host; 0 for no bound."""
+    def slow(self, host: int, mbit_per_s: int, queue_ms: int = 400) -> None:
+        """Bound what goes to a host, with a queue that holds so much; 0 for no bound."""
         tc = ["netns", "exec", self._switch, "tc", "qdisc"]
         where = ["dev", f"port{host}", "root"]
         if mbit_per_s:
-            rate = ["tbf", "rate", f"{mbit_per_s}mbit", "burst", "64kb", "latency", "400ms"]
+            rate = ["tbf", "rate", f"{mbit_per_s}mbit", "burst", "64kb", "latency", f"{queue_ms}ms"]
             _ip(*tc, "replace", *where, *rate)
         else:
             _ip(*tc, "del", *where)
