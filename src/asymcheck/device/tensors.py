@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Iterator, Sequence
 from functools import cache
 from math import prod
@@ -353,34 +351,7 @@ def new_tensor(
 ) -> torch.Tensor:
     """An uninitialised tensor that is dense in the given dimension order."""
     if not order:
-        return in_large_pages(torch.empty(tuple(shape), dtype=dtype, device=device))
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
     back = tuple(order.index(d) for d in range(len(order)))
     made = torch.empty([shape[d] for d in order], dtype=dtype, device=device)
-    return in_large_pages(made).permute(back)
-
-
-_LARGE_PAGE_BYTES = 2 << 20
-
-
-def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Ask the kernel for large pages under a new dense tensor on the CPU, and return it.
-
-    Filling it then stops once for each 2 MiB and not for each 4 KiB. It is advice: where the
-    kernel has no such pages, nothing is different.
-    """
-    madvise = _madvise()
-    if tensor.device.type == "cpu" and madvise is not None:
-        start = -(-tensor.data_ptr() // _LARGE_PAGE_BYTES) * _LARGE_PAGE_BYTES
-        stop = (tensor.data_ptr() + tensor.nbytes) // _LARGE_PAGE_BYTES * _LARGE_PAGE_BYTES
-        if start < stop:
-            madvise(start, stop - start, mmap.MADV_HUGEPAGE)
-    return tensor
-
-
-@cache
-def _madvise() -> Any:  # noqa: ANN401  a function of C, or nothing
-    found = getattr(ctypes.CDLL(None), "madvise", None)
-    if found is None or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return found
+    return made.permute(back)
