@@ -253,7 +253,8 @@ class SlotStart:
             why = next((f" ({why})" for _, why, _ in told if why), "")
             raise StoreError(
                 f"step {at.step} (attempt {at.attempt}) was restored out of shared memory and "
-                f"could not be made durable yet{why}: it stays there, the next save tries again",
+                f"could not be made durable yet{why}: it stays there, and the next save tries "
+                f"again",
                 retryable=True,
             )
         self._start_attempt(at)

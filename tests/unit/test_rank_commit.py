@@ -170,14 +170,20 @@ def test_an_index_whose_pack_is_gone_or_that_is_torn_counts_for_nothing(
     assert steps(repository) == [5]
 
 
-def test_an_index_of_a_dead_attempt_never_completes_a_newer_one(repository: Repository) -> None:
+def test_an_index_of_a_dead_attempt_never_completes_a_newer_one(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = again(repository)
     store_part(repository, 5, 0, 2)
     repository.claim(None)
     store_part(repository, 5, 0, 2, attempt=2)
-    # A rank of the dead attempt ends its write only now, after the claim has tidied.
+    # A rank of the dead attempt ends its write only now, after the claim has tidied. It had asked
+    # for a newer job before there was one.
+    with monkeypatch.context() as patch:
+        patch.setattr(slow, "check_writer", lambda attempt: None)
+        late = store_part(slow, 5, 1, 2)
     with pytest.raises(SupersededWriter):
-        await_others(slow, store_part(slow, 5, 1, 2))
+        await_others(slow, late)
     assert repository.try_commit(CheckpointId(2, 5), 2) is None
     assert steps(repository) == []
     store_part(repository, 5, 1, 2, attempt=2)

@@ -807,6 +807,7 @@ def test_an_attempt_of_the_future_is_a_newer_job(store: MemoryStore) -> None:
     ckpt = saved(store, 1.0, 1)
     record = Attempt(9, None, "elsewhere", 1234, 0.0)
     store.create(attempt_name(9), dump_attempt(record))
+    ckpt.save(2)
     with pytest.raises(SupersededWriter, match="by process 1234 on elsewhere"):
-        ckpt.save(2)
+        ckpt.wait()
     ckpt.close()

@@ -41,7 +41,7 @@ def test_a_try_ends_on_all_ranks_as_on_the_one_where_it_ended_worst(
 
 def test_all_ranks_try_what_rank_0_sees() -> None:
     def look() -> Look:
-        return [CheckpointId(2, 9), AT], [(11, "its manifest is damaged")]
+        return [CheckpointId(2, 9), AT], [(11, "its manifest is damaged", False)]
 
     told: list[Any] = []
 
