@@ -24,8 +24,10 @@ from asymcheck.errors import CheckpointError, ObjectNotFound, OptionError, Store
 from asymcheck.planning.cadence import EverySteps
 from asymcheck.storage.peers.agent import Agent
 from asymcheck.storage.peers.healing import Membership
+from asymcheck.storage.peers.link import Link
 from asymcheck.storage.peers.secret import Address, read_secret
 from asymcheck.storage.peers.shelf import Entry, Incoming, Shelf
+from asymcheck.storage.peers.swarm import Swarm
 from asymcheck.storage.peers.words import AWAKE, DATA, Line, greet_as_client
 from asymcheck.storage.store import Store, open_store, read_all
 from asymcheck.testing.agents import Agents
@@ -123,6 +125,23 @@ def test_an_object_that_was_removed_while_a_host_was_away_stays_removed(agents: 
     assert list(open_store(agents.url()).list()) == []
     with pytest.raises(ObjectNotFound):
         read_all(store, "a")
+
+
+def test_an_object_that_is_written_again_and_again_can_be_read(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = open_store(agents.url("run")), open_store(agents.url("run"))
+    writer.write("name", [b"old"])
+    find = Swarm.find
+
+    async def replaced(swarm: Swarm, name: str) -> tuple[Entry, list[Link]] | None:
+        found = await find(swarm, name)
+        await asyncio.to_thread(writer.write, "name", [b"new"])
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Swarm, "find", replaced)
+        assert read_all(reader, "name") == b"new"
 
 
 def test_too_little_room_is_said_at_once_and_what_is_there_stays() -> None:

@@ -165,7 +165,7 @@ class Swarm:
             if found is None:
                 break
             copies = Copies(name, *found)
-            if await copies.next_one():
+            if await copies.next_one(or_newer=True):
                 return copies
         raise ObjectNotFound(f"{name}: not found{self.spoken_missing()}")
 
@@ -286,8 +286,13 @@ class Copies:
         self._opened: Opened | None = None
         self._changing = asyncio.Lock()
 
-    async def next_one(self) -> bool:
-        """Open it at the next agent that still has it; whether there is one."""
+    async def next_one(self, *, or_newer: bool = False) -> bool:
+        """Open it at the next agent that still has it; whether there is one.
+
+        Args:
+            or_newer: Take what has replaced it since it was found too: who writes it again and
+                again must not keep others from reading it.
+        """
         while self._links:
             link = self._links.pop(0)
             try:
@@ -296,8 +301,8 @@ class Copies:
                 continue
             if opened is None:
                 continue
-            if opened.entry == self.entry:
-                self._opened = opened
+            if opened.entry == self.entry or (or_newer and opened.entry.stamp > self.entry.stamp):
+                self._opened, self.entry = opened, opened.entry
                 return True
             await opened.close()
         return False
