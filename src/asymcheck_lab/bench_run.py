@@ -368,9 +368,9 @@ class _Run:
             compare_restored,
             fingerprint_of,
             forget_cached,
-            tensors_of,
             touch_memory,
         )
+        from asymcheck_lab.fingerprint import state_bytes
 
         spec = self._spec
         if self._rival.kind == "none":
@@ -390,7 +390,7 @@ class _Run:
         blank = fingerprint_of(fresh)
         forget_cached(Path(spec.folder))
         # For the page cache, for what a new optimizer makes, and for what a system holds besides.
-        touch_memory(3 * sum(tensor.nbytes for tensor in tensors_of(self._workload).values()))
+        touch_memory(3 * state_bytes(self._workload.model, self._workload.optimizer))
         self._together()
         begin_s = perf_counter()
         self.system.load(step, self._job(fresh))
