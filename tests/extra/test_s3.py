@@ -10,6 +10,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic
 from urllib.parse import parse_qsl, quote, urlencode
 
 import pytest
@@ -112,10 +113,15 @@ class TestWeed(StoreSuite):
 
 
 class Faults:
-    """Lets requests of all S3 stores fail, the n-th and so many from there on."""
+    """Lets requests of all S3 stores fail, the n-th and so many from there on.
+
+    Each failure may let time pass for them, so that no test needs a timeout that a slow machine
+    exceeds without a failure.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.count = 0
+        self.count, self.each_takes_s, self.passed_s = 0, 0.0, 0.0
+        patch.setattr(s3_client, "monotonic", lambda: monotonic() + self.passed_s)
         self.at, self.times, self.after = 0, 0, False
         self.operations: list[str] = []
         inner = s3_client._Connection.request
@@ -124,6 +130,8 @@ class Faults:
             self.count += 1
             self.operations.append(operation)
             strikes = self.at and self.at <= self.count < self.at + self.times
+            if strikes:
+                self.passed_s += self.each_takes_s
             if strikes and not self.after:
                 raise ConnectionResetError("injected")
             try:
@@ -191,16 +199,15 @@ def test_a_server_that_fails_for_good_is_one_error_and_nothing_is_half_there(
     moto_server: Process, faults: Faults
 ) -> None:
     store = open_store(url_at(moto_server, part_mib=5))
-    impatient = open_store(url_of(store, timeout_s=1))
-    use(impatient)  # it has found out what the server can do
-    store.delete("a/new")
+    assert isinstance(store, S3Store)
     total = requests_of_use(store, faults)
+    faults.each_takes_s = 10.0  # of the 30 after which it gives up
     for at in range(1, total + 1):
         for entry in list(store.list()):
             store.delete(entry.name)
         faults.set(at, 10_000)
         with pytest.raises(StoreError, match=f"{BUCKET}.*{moto_server.endpoint}") as told:
-            use(impatient)
+            use(store)
         assert told.value.retryable
         faults.set(0)
         whole = {"a/small": SMALL, "a/new": b"first", "a/large": LARGE}
@@ -223,7 +230,7 @@ def test_one_of_many_creates_although_answers_are_lost(
 
 
 def test_a_dead_claimant_does_not_block_for_ever(moto_server: Process) -> None:
-    store = open_store(url_at(moto_server, conditional="never", timeout_s=2))
+    store = open_store(url_at(moto_server, conditional="never", timeout_s=3))
     assert isinstance(store, S3Store)
     store._put(".claims/attempts/000001/number-000000001-dead", b"")
     store._put(".claims/attempts/000001/choosing-dead", b"")
@@ -272,7 +279,7 @@ def test_a_server_that_ends_amid_an_object_and_comes_back(
 ) -> None:
     again = open_store(url_at(weed_server, part_mib=5, timeout_s=60))
     again.write("before", [b"kept"])
-    store = open_store(url_of(again, timeout_s=3))
+    store = open_store(url_of(again, timeout_s=5))
     assert isinstance(store, S3Store)
     piece = bytes(5 << 20)
 
