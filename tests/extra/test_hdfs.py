@@ -386,14 +386,14 @@ def test_a_fork_of_a_process_that_uses_the_store_can_use_it_too(cluster: HdfsClu
 def test_a_name_node_that_is_not_there_is_one_error_in_bounded_time() -> None:
     (port,) = free_ports(1)
     root = f"hdfs://127.0.0.1:{port}/runs/a?timeout_s=2"
-    with pytest.raises(StoreError, match=rf"hdfs://127.0.0.1:{port}/runs/a.*refused") as caught:
+    with pytest.raises(StoreError, match=rf"hdfs://127.0.0.1:{port}/runs/a.*refused.*port") as caught:
         Job(root)
     assert caught.value.retryable
 
 
 def test_a_host_without_a_name_is_one_error_in_bounded_time() -> None:
     store = open_store("hdfs://no-such-host.invalid:9000/runs/a?timeout_s=2")
-    with pytest.raises(StoreError, match=r"list hdfs://no-such-host\.invalid:9000/runs/a"):
+    with pytest.raises(StoreError, match=r"list hdfs://no-such-host\.invalid:9000/runs/a.*name"):
         list(store.list())
 
 

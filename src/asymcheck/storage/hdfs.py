@@ -49,6 +49,8 @@ _MEANINGS = (
     ("only be replicated to|only be written to", "no data node is alive, or none has room", True),
     ("NotDirectory|must both be dir|not a directory", _IN_THE_WAY, False),
     ("No NameNode hosts", "no such name service: give HOST:PORT, or its configuration", False),
+    ("refused", "is the server up, and is this the RPC port of the name node?", True),
+    ("lookup|resol|not known", "no such host: check its name, and this host's DNS", True),
 )
 """What a server may say, what that means, and whether the same call may succeed later."""
 
