@@ -20,7 +20,9 @@ def measure_ranks(spec: RunSpec, out: Path, timed: Callable[[], None]) -> dict[s
     """Fork the ranks of a run off this process, and wait for them; blocks.
 
     When one fails, the others are killed, and this process ends with code 1; what went wrong stands
-    on stderr. How long all may take is up to who waits for this process.
+    on stderr. How a rank ends that has measured all is its own affair: libraries that leave threads
+    behind, gloo among them, sometimes abort at the end of the interpreter. How long all may take is
+    up to who waits for this process.
 
     Args:
         spec: The run.
@@ -40,8 +42,8 @@ def measure_ranks(spec: RunSpec, out: Path, timed: Callable[[], None]) -> dict[s
         running[pid] = rank
     while running:
         pid, status = os.wait()
-        running.pop(pid, None)
-        if status:
+        rank = running.pop(pid)
+        if status and not _of_rank(out, rank).exists():
             for other in running:
                 with suppress(ProcessLookupError):
                     os.kill(other, signal.SIGKILL)

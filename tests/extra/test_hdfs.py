@@ -386,7 +386,9 @@ def test_a_fork_of_a_process_that_uses_the_store_can_use_it_too(cluster: HdfsClu
 def test_a_name_node_that_is_not_there_is_one_error_in_bounded_time() -> None:
     (port,) = free_ports(1)
     root = f"hdfs://127.0.0.1:{port}/runs/a?timeout_s=2"
-    with pytest.raises(StoreError, match=rf"hdfs://127.0.0.1:{port}/runs/a.*refused.*port") as caught:
+    with pytest.raises(
+        StoreError, match=rf"hdfs://127.0.0.1:{port}/runs/a.*refused.*port"
+    ) as caught:
         Job(root)
     assert caught.value.retryable
 

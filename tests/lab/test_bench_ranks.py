@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -145,6 +146,20 @@ def test_when_a_rank_fails_the_others_are_ended(
     outcome = Child(work).wait(60)
     assert not outcome.was_killed
     assert outcome.status
+
+
+def test_a_rank_that_aborts_once_it_has_measured_all_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_ranks, "measure", lambda spec, _: measured(whole_s=1.0 + spec.rank))
+
+    def work(say: Callable[[Any], None]) -> None:
+        found = measure_ranks(spec_in(tmp_path), tmp_path / "measured.json", lambda: None)
+        if found is None:
+            os.abort()
+        say(found["whole_s"])
+
+    assert Child(work).wait(60).check() == [2.0]
 
 
 # --- one record of several ---------------------------------------------------
