@@ -20,12 +20,14 @@ test-extra: $(RIVALS) $(SERVERS)
 	@.ci/network
 	$(BIN)/pytest -n 2 --dist loadgroup -m "extra and not slow"
 
+# CI leaves the fast tests to `make test`, which runs them next.
+FAST_TESTS ?= tests/unit tests/docs
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests examples
 	$(BIN)/ruff check src tests examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -q -n 2 tests/unit tests/docs -m "not slow and not extra"
+	$(if $(FAST_TESTS),$(BIN)/pytest -q -n 2 $(FAST_TESTS) -m "not slow and not extra")
 
 # Half an hour on a machine that does nothing else.
 bench: $(STAMP)
