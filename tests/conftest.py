@@ -7,6 +7,7 @@ is printed at the end of the run as ``not run here: …``; any other skip fails 
 from __future__ import annotations
 
 import importlib.util
+import signal
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -27,6 +28,17 @@ if importlib.util.find_spec("hypothesis"):
         print_blob=True,
     )
     settings.load_profile("asymcheck")
+
+
+def _hear_ctrl_c() -> None:
+    """Whoever is started by ``nohup`` or behind a shell is deaf to Ctrl-C, and so is all that it
+    starts: tests send it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_hear_ctrl_c()
 
 
 def _skip_aloud(reason: str) -> NoReturn:
