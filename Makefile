@@ -6,7 +6,7 @@ RIVALS := .venv/.rivals
 SERVERS := .venv/.servers
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-extra check bench bench-engine chaos soak gpu format clean
+.PHONY: demo test test-extra test-slow check bench bench-engine chaos soak gpu format clean
 
 demo: $(STAMP)
 	$(BIN)/asymlab demo
@@ -19,6 +19,10 @@ test-extra: $(RIVALS) $(SERVERS)
 	@.ci/java
 	@.ci/network
 	$(BIN)/pytest -n 2 --dist loadgroup -m "extra and not slow"
+
+# More cases of what the other two try, and large models: by hand, before a release.
+test-slow: $(RIVALS)
+	$(BIN)/pytest -n 2 -m slow
 
 # CI leaves the fast tests to `make test`, which runs them next.
 FAST_TESTS ?= tests/unit tests/docs

@@ -27,6 +27,7 @@ RUNS = {
 }
 SPREAD = ["ddp", "fsdp2"]
 QUICK = {("gpt2", "fsdp2"), ("vit", "ddp")}
+ONCE = {("bert", "fsdp2"), ("roberta", "ddp"), ("bloom", "fsdp2"), ("resnet", "ddp")}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -100,12 +101,19 @@ class SaysAndWaits(Silent):
             signal.pause()
 
 
+def marks_of(model: str, parallel: str) -> tuple[pytest.MarkDecorator, ...]:
+    if (model, parallel) in QUICK:
+        return ()
+    is_soon = parallel == "zero3" or (model, parallel) in ONCE
+    return (pytest.mark.extra if is_soon else pytest.mark.slow,)
+
+
 @pytest.mark.crash
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
-        # One of each kind at once; all of them take minutes, and zero3 needs DeepSpeed.
-        pytest.param(m, p, marks=() if (m, p) in QUICK else pytest.mark.extra)
+        # One of each kind at once; zero3 needs DeepSpeed, and all of them take minutes.
+        pytest.param(m, p, marks=marks_of(m, p))
         for m in RUNS
         for p in [*SPREAD, "zero3"]
     ],

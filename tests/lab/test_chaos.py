@@ -102,7 +102,8 @@ def test_two_cases_are_tried_judged_recorded_and_written_into_the_page(tmp_path:
 @pytest.mark.timeout(420)
 def test_the_quick_matrix_keeps_every_promise(tmp_path: Path) -> None:
     results = tmp_path / "chaos.jsonl"
-    done = asymlab("chaos", "--quick", "--results", results, timeout_s=400)
+    moments = ("--moments", "capture,commit,restore")  # all five: make chaos
+    done = asymlab("chaos", "--quick", *moments, "--results", results, timeout_s=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     records = read_chaos(results)
     assert broken(records) == []
