@@ -368,7 +368,7 @@ class _Run:
             compare_restored,
             fingerprint_of,
             forget_cached,
-            touch_memory,
+            touched_memory,
         )
         from asymcheck_lab.fingerprint import state_bytes
 
@@ -390,7 +390,10 @@ class _Run:
         blank = fingerprint_of(fresh)
         forget_cached(Path(spec.folder))
         # For the page cache, for what a new optimizer makes, and for what a system holds besides.
-        touch_memory(3 * state_bytes(self._workload.model, self._workload.optimizer))
+        touched = touched_memory(3 * state_bytes(self._workload.model, self._workload.optimizer))
+        # What the first rank gave back while another is still at it, the host would take again.
+        self._together()
+        del touched
         self._together()
         begin_s = perf_counter()
         self.system.load(step, self._job(fresh))
