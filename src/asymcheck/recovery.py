@@ -182,11 +182,12 @@ def restore(
                 raise _torn_by(at, found.why) from found.own
         report = loading.report
         for passed, why, unread in skipped:
-            fate = (
-                "cannot be read and was passed over" if unread else "is damaged and was passed over"
-            )
             if why.startswith(MARKED):
                 fate = "was passed over"
+            elif unread:
+                fate = "cannot be read and was passed over"
+            else:
+                fate = "is damaged and was passed over"
             _warn(f"checkpoint of step {passed} {fate}: {why}")
         if report.world_change:
             _warn(f"checkpoint of step {at.step} was {report.world_change}")

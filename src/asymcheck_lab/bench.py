@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import mmap
 import os
 import platform
 import subprocess
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from asymcheck.errors import nearest
-from asymcheck_lab.bench_child import measure_in_child, proc_table, run_root
+from asymcheck_lab.bench_child import measure_in_child, proc_table, run_root, touched_memory
 from asymcheck_lab.bench_run import RunSpec
 from asymcheck_lab.bench_work import size_of
 from asymcheck_lab.errors import DataError, LabError, RunError, UsageError
@@ -286,18 +285,8 @@ def _run(options: BenchOptions, system: str, cores: tuple[int, ...]) -> dict[str
 
 
 def warm_memory() -> None:
-    """Touch the memory that the runs are going to use: a virtual machine may first have to get
-    it from its host, and the first runs would pay for that.
-    """
-    room = proc_table(Path("/proc/meminfo")).get("MemAvailable", 0)
-    nbytes = min(_WARM_BYTES, room // 2)
-    if nbytes:
-        with (
-            mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area,
-            memoryview(area) as whole,
-            whole[:: mmap.PAGESIZE] as pages,
-        ):
-            pages[:] = bytes(len(pages))
+    """Touch the memory that the runs are going to use: the first ones would pay for that."""
+    touched_memory(_WARM_BYTES, 2).close()
 
 
 def _in_short(record: dict[str, Any]) -> str:

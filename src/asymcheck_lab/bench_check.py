@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from asymcheck_lab.bench_child import proc_table
 from asymcheck_lab.bench_work import Workload
 from asymcheck_lab.fingerprint import fingerprint, held, optimizer_entries
 from asymcheck_lab.rivals import RNG
@@ -114,14 +113,3 @@ def forget_cached(folder: Path) -> None:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 finally:
                     os.close(fd)
-
-
-def touched_memory(nbytes: int) -> torch.Tensor:
-    """So much memory, used once, at most a quarter of what there is; whoever lets go of it gives it
-    back.
-
-    The host of a virtual machine may have taken free memory away. Who uses it first then waits
-    for the host, and that would be one system in one round, and not the next.
-    """
-    room_bytes = proc_table(Path("/proc/meminfo")).get("MemAvailable", 0)
-    return torch.empty(min(nbytes, room_bytes // 4), dtype=torch.uint8).fill_(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import select
 import shutil
@@ -92,7 +93,7 @@ def watch_child(module: str, arguments: Sequence[str], log_path: Path, timeout_s
     try:
         while child.poll() is None:
             if monotonic() > until_s:
-                raise RunError(f"still running after {timeout_s:.0f} s: {_tail(log_path)}")
+                raise RunError(f"still running after {timeout_s:.0f} s: {tail_of(log_path)}")
             memory.sample()
             sleep(1 / SAMPLES_PER_S)
     finally:
@@ -100,7 +101,7 @@ def watch_child(module: str, arguments: Sequence[str], log_path: Path, timeout_s
             child.kill()
             child.wait()
     if child.returncode != 0:
-        raise RunError(f"ended with {child.returncode}: {_tail(log_path)}")
+        raise RunError(f"ended with {child.returncode}: {tail_of(log_path)}")
     return memory.peak_bytes
 
 
@@ -167,7 +168,7 @@ class RunServer:
         try:
             while status is None:
                 if monotonic() > until_s:
-                    raise RunError(f"still running after {timeout_s:.0f} s: {_tail(log_path)}")
+                    raise RunError(f"still running after {timeout_s:.0f} s: {tail_of(log_path)}")
                 memory.sample(still=lambda: not timed_mark(out).exists())
                 with suppress(TimeoutError):
                     status = int(self._hear(1 / SAMPLES_PER_S))
@@ -178,7 +179,7 @@ class RunServer:
                         os.kill(one, signal.SIGKILL)
                 self._hear(self._timeout_s)
         if status != 0:
-            raise RunError(f"ended with {status}: {_tail(log_path)}")
+            raise RunError(f"ended with {status}: {tail_of(log_path)}")
         measured: dict[str, Any] = json.loads(out.read_text("utf-8"))
         return measured, memory.peak_bytes
 
@@ -190,7 +191,7 @@ class RunServer:
             raise TimeoutError
         line = stream.readline()
         if not line:
-            raise RunError(f"the process that forks runs ended: {_tail(self._log)}")
+            raise RunError(f"the process that forks runs ended: {tail_of(self._log)}")
         return json.loads(line)
 
 
@@ -211,8 +212,22 @@ def package_environment() -> dict[str, str]:
     }
 
 
-def _tail(path: Path) -> str:
+def tail_of(path: Path) -> str:
+    """The end of what a process said into a log."""
     return path.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:].strip()
+
+
+def line_of(process: subprocess.Popen[str], timeout_s: float) -> str:
+    """The next line that a process says, which says one at a time; empty when it ended; blocks.
+
+    Raises:
+        TimeoutError: None came in time.
+    """
+    out = process.stdout
+    assert out is not None
+    if not select.select([out], [], [], timeout_s)[0]:
+        raise TimeoutError
+    return out.readline()
 
 
 class MemoryWatch:
@@ -269,3 +284,18 @@ def proc_table(path: Path) -> dict[str, int]:
                 name, _, value = line.partition(":")
                 found[name] = 1024 * int(value[:-3])
     return found
+
+
+def touched_memory(nbytes: int, share: int) -> mmap.mmap:
+    """Memory of which every page was used once, at most one part in ``share`` of what there is;
+    close it to give it back.
+
+    The host of a virtual machine may have taken free memory away. Who uses it first then waits
+    for the host, and that would be one system in one round, and not the next.
+    """
+    room_bytes = proc_table(Path("/proc/meminfo")).get("MemAvailable", 0)
+    nbytes = max(mmap.PAGESIZE, min(nbytes, room_bytes // share))
+    area = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with memoryview(area) as whole, whole[:: mmap.PAGESIZE] as pages:
+        pages[:] = bytes(len(pages))
+    return area

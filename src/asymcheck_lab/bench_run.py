@@ -368,8 +368,8 @@ class _Run:
             compare_restored,
             fingerprint_of,
             forget_cached,
-            touched_memory,
         )
+        from asymcheck_lab.bench_child import touched_memory
         from asymcheck_lab.fingerprint import state_bytes
 
         spec = self._spec
@@ -390,10 +390,11 @@ class _Run:
         blank = fingerprint_of(fresh)
         forget_cached(Path(spec.folder))
         # For the page cache, for what a new optimizer makes, and for what a system holds besides.
-        touched = touched_memory(3 * state_bytes(self._workload.model, self._workload.optimizer))
+        nbytes = 3 * state_bytes(self._workload.model, self._workload.optimizer)
+        touched = touched_memory(nbytes, 4)
         # What the first rank gave back while another is still at it, the host would take again.
         self._together()
-        del touched
+        touched.close()
         self._together()
         begin_s = perf_counter()
         self.system.load(step, self._job(fresh))

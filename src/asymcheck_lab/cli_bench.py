@@ -219,8 +219,7 @@ def add_tiers(
     ) -> None:
         """Restore out of shared memory, a root and each --tier, and say what that took."""
         with readable_errors():
-            from asymcheck_lab.bench import append_record, describe_session
-            from asymcheck_lab.bench_report import write_into
+            from asymcheck_lab.bench import describe_session
             from asymcheck_lab.tiers_bench import BEGIN, END, measure_tiers, render
 
             found = measure_tiers(mib=mib, rounds=rounds, tiers=tier or [], folder=folder)
@@ -228,12 +227,7 @@ def add_tiers(
             command += f" with {len(tier)} tiers" if tier else ""
             session = describe_session(command, folder, sorted(os.sched_getaffinity(0)), schema=1)
             records = [{**session, **asdict(one)} for one in found]
-            for record in records:
-                append_record(results, record)
-            text = render(records)
-            typer.echo(text)
-            if docs is not None:
-                write_into(docs, text, BEGIN, END)
+            _publish(records, results, docs, render, (BEGIN, END))
 
 
 def add_pace(app: typer.Typer, readable_errors: Callable[[], AbstractContextManager[None]]) -> None:
@@ -253,8 +247,7 @@ def add_pace(app: typer.Typer, readable_errors: Callable[[], AbstractContextMana
         Needs root, and Debian's iproute2.
         """
         with readable_errors():
-            from asymcheck_lab.bench import append_record, describe_session
-            from asymcheck_lab.bench_report import write_into
+            from asymcheck_lab.bench import describe_session
             from asymcheck_lab.pace_bench import BEGIN, END, measure_pace, render
 
             command = f"asymlab pace --rounds {rounds} --mbit-per-s {mbit_per_s}"
@@ -266,12 +259,26 @@ def add_pace(app: typer.Typer, readable_errors: Callable[[], AbstractContextMana
                 say=lambda line: typer.echo(line, err=True),
             )
             records = [{**session, **asdict(one)} for one in found]
-            for record in records:
-                append_record(results, record)
-            text = render(records)
-            typer.echo(text)
-            if docs is not None:
-                write_into(docs, text, BEGIN, END)
+            _publish(records, results, docs, render, (BEGIN, END))
+
+
+def _publish(
+    records: Sequence[dict[str, Any]],
+    results: Path,
+    docs: Path | None,
+    render: Callable[[Sequence[dict[str, Any]]], str],
+    marks: tuple[str, str],
+) -> None:
+    """Keep the records, show them, and write what is shown between the marks of a page."""
+    from asymcheck_lab.bench import append_record
+    from asymcheck_lab.bench_report import write_into
+
+    for record in records:
+        append_record(results, record)
+    text = render(records)
+    typer.echo(text)
+    if docs is not None:
+        write_into(docs, text, *marks)
 
 
 def _bench(

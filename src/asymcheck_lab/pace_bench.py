@@ -8,18 +8,18 @@ once, and with packs that are sent into idle windows.
 from __future__ import annotations
 
 import json
-import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from asymcheck.testing.hosts import Hosts, why_not
-from asymcheck_lab.bench import order_of
-from asymcheck_lab.bench_child import package_environment
+from asymcheck_lab.bench import newest_session, order_of
+from asymcheck_lab.bench_child import line_of, package_environment, tail_of
 from asymcheck_lab.bench_stats import estimate
 from asymcheck_lab.errors import RunError, UsageError
 from asymcheck_lab.pace_child import NOTHING, PaceSpec
@@ -120,7 +120,7 @@ def _train(
         say(f"segment {number} of {len(order)}: {_TITLES[pace]}")
     for rank in ranks:
         if rank.wait(_STARTS_S):
-            raise RunError(f"a rank ended with {rank.returncode}: {_tail(log)}")
+            raise RunError(f"a rank ended with {rank.returncode}: {tail_of(log)}")
     return found
 
 
@@ -130,33 +130,27 @@ def _python() -> list[str]:
 
 
 def _hear(process: subprocess.Popen[str], log: Path, timeout_s: float) -> str:
-    """The next line that a process says; one is said at a time, and flushed."""
-    out = process.stdout
-    assert out is not None
-    if not select.select([out], [], [], timeout_s)[0]:
-        raise RunError(f"nothing was said within {timeout_s:g} s: {_tail(log)}")
-    line = out.readline()
+    try:
+        line = line_of(process, timeout_s)
+    except TimeoutError:
+        raise RunError(f"nothing was said within {timeout_s:g} s: {tail_of(log)}") from None
     if not line:
-        raise RunError(f"a process on a host ended: {_tail(log)}")
+        raise RunError(f"a process on a host ended: {tail_of(log)}")
     return line
 
 
-def _tail(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")[-2000:].strip()
-
-
-def render(records: Sequence[Mapping[str, Any]]) -> str:
+def render(records: Sequence[dict[str, Any]]) -> str:
     """The newest session as a table; empty without records."""
     if not records:
         return ""
-    session = max(record["session"] for record in records)
-    shown = [record for record in records if record["session"] == session]
+    shown = newest_session(records)
     first = shown[0]
     by_pace = {pace: [r for r in shown if r["pace"] == pace] for pace in PACES}
-    plain = {r["round"]: _mean(r["step_s"]) for r in by_pace[NOTHING]}
-    stored = _mean([b for r in shown for b in r["stored_bytes"]])
+    plain = {r["round"]: fmean(r["step_s"]) for r in by_pace[NOTHING]}
+    stored = fmean([b for r in shown for b in r["stored_bytes"]])
     lines = [
-        f"Measured {session[:10]}, commit `{first['commit'][:12]}`, {first['machine']['cpu']}, by "
+        f"Measured {first['session'][:10]}, commit `{first['commit'][:12]}`, "
+        f"{first['machine']['cpu']}, by "
         f"`{first['command']}`: a link of {first['mbit_per_s']} Mbit/s each way, "
         f"{stored / 1e6:.1f} MB of each of two ranks per checkpoint, medians over "
         f"{max(r['round'] for r in shown)} rounds, each against the segment without checkpoints "
@@ -166,10 +160,10 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for pace, mine in by_pace.items():
-        step = estimate([1e3 * _mean(r["step_s"]) for r in mine])
+        step = estimate([1e3 * fmean(r["step_s"]) for r in mine])
         longest = estimate([1e3 * max(r["step_s"]) for r in mine])
-        slower = estimate([100 * (_mean(r["step_s"]) / plain[r["round"]] - 1) for r in mine])
-        durable = estimate([_mean(r["durable_s"]) for r in mine]) if pace != NOTHING else None
+        slower = estimate([100 * (fmean(r["step_s"]) / plain[r["round"]] - 1) for r in mine])
+        durable = estimate([fmean(r["durable_s"]) for r in mine]) if pace != NOTHING else None
         lines.append(
             f"| {_TITLES[pace]} | {step.median:.0f} ({step.low:.0f} to {step.high:.0f}) | "
             + (
@@ -181,7 +175,3 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
             + ("– |" if durable is None else f"{durable.median:.2f} |")
         )
     return "\n".join(lines) + "\n"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from asymcheck.planning.tiers import Placement, Tier, spoken_url
 from asymcheck.storage.repository import open_repository
 from asymcheck.storage.store import open_store
 from asymcheck.testing.children import Say, run_in_child
+from asymcheck_lab.bench import newest_session
 from asymcheck_lab.bench_child import run_root
 from asymcheck_lab.bench_stats import estimate
 from asymcheck_lab.errors import LabError, RunError, UsageError
@@ -184,17 +185,17 @@ def _place(text: str, folder: str) -> Tier:
     return Tier(f"{where.rstrip('/')}/{folder}{mark}{query}", name=name)
 
 
-def render(records: Sequence[Mapping[str, Any]]) -> str:
+def render(records: Sequence[dict[str, Any]]) -> str:
     """The newest session as a table; empty without records."""
     if not records:
         return ""
-    session = max(record["session"] for record in records)
-    shown = [record for record in records if record["session"] == session]
+    shown = newest_session(records)
     first = shown[0]
     size = first["restored_bytes"] / 1e6
     copied = estimate([r["memcpy_s"] for r in shown])
     lines = [
-        f"Measured {session[:10]}, commit `{first['commit'][:12]}`, {first['machine']['cpu']}, by "
+        f"Measured {first['session'][:10]}, commit `{first['commit'][:12]}`, "
+        f"{first['machine']['cpu']}, by "
         f"`{first['command']}`: {size:.0f} MB, medians of {max(r['round'] for r in shown)} rounds. "
         f"A copy in memory takes {copied.median:.3f} s, {size / 1e3 / copied.median:.1f} GB/s.",
         "",

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import TYPE_CHECKING
 
 from asymcheck_lab.errors import RunError
@@ -73,6 +71,8 @@ class Gemini(Asymcheck):
 
     def _start_agent(self) -> str:
         """One agent; where it listens."""
+        from asymcheck_lab.bench_child import line_of
+
         command = [sys.executable, "-c", _AGENT, "agent", "--listen", "127.0.0.1:0"]
         agent = subprocess.Popen(
             [*command, "--room-gib", str(_ROOM_GIB)],
@@ -81,13 +81,8 @@ class Gemini(Asymcheck):
             text=True,
         )
         self.agents.append(agent)
-        assert agent.stdout is not None
-        said: SimpleQueue[str] = SimpleQueue()
-        Thread(
-            target=lambda out: said.put(out.readline()), args=(agent.stdout,), daemon=True
-        ).start()
-        with suppress(Empty):
-            words = said.get(timeout=_WAIT_S).replace(",", " ").split()
+        with suppress(TimeoutError):
+            words = line_of(agent, _WAIT_S).replace(",", " ").split()
             if words[:2] == ["listening", "on"]:
                 return words[2]
         raise RunError("an agent did not start: does 'asymcheck agent' run here?")

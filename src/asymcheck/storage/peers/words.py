@@ -142,10 +142,7 @@ def parse_words(content: memoryview) -> dict[str, Any]:
     """
     if len(content) > _JSON_BYTES:
         raise LineLost(f"an object of {len(content)} bytes, expected at most {_JSON_BYTES}")
-    try:
-        found = json.loads(bytes(content))
-    except (ValueError, RecursionError) as failure:
-        raise LineLost("a message that is no JSON") from failure
+    found = _json_of(content, "a message")
     if not isinstance(found, dict):
         raise LineLost("a message that is no object")
     return found
@@ -162,13 +159,17 @@ def parse_entries(content: memoryview) -> list[Entry]:
     Raises:
         LineLost: It is not that.
     """
-    try:
-        found = json.loads(bytes(content))
-    except (ValueError, RecursionError) as failure:
-        raise LineLost("a listing that is no JSON") from failure
+    found = _json_of(content, "a listing")
     if not isinstance(found, list):
         raise LineLost("a listing that is no list")
     return [parse_entry(entry) for entry in found]
+
+
+def _json_of(content: memoryview, what: str) -> object:
+    try:
+        return json.loads(bytes(content))
+    except (ValueError, RecursionError) as failure:
+        raise LineLost(f"{what} that is no JSON") from failure
 
 
 def parse_entry(found: object) -> Entry:
